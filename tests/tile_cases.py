@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaclip.ops import tiles
-from megaclip.ops.types import Implementation, Terms, TileOptions
+from megaclip.ops.types import NO_NEGATIVE, Ids, Implementation, Terms, TileOptions
 from tests import reference
 from tests.tolerances import CONVERGED, GRADIENT, ROWS, TILE_GRADIENT, TILE_SUM, TILE_VALUE, VALUE, Bound, assert_close
 
@@ -36,6 +36,8 @@ class TileCase:
     layout: str = "contiguous"
     vectors: str = "random"
     per_sample_scales: bool = False
+    id_values: int = 0
+    """Number of different ids of rows and columns. If it is even, their lowest 32 bits are equal. 0: no ids."""
     budget_mib: float = 128
 
     def __str__(self) -> str:
@@ -129,15 +131,29 @@ def _scales(case: TileCase, device: str) -> tuple[Any, Any]:
     )
 
 
+def ids_of(case: TileCase, device: str) -> Ids | None:
+    """Return the ids of a case. One column is a negative of no row."""
+    if not case.id_values:
+        return None
+    factor = 2**32 + case.id_values % 2
+    row, col = (
+        torch.randint(case.id_values, (count,), generator=torch.Generator().manual_seed(seed)).to(device) * factor - 7
+        for seed, count in ((5, case.m), (6, case.n))
+    )
+    col[len(col) // 2] = NO_NEGATIVE
+    return row, col
+
+
 def check_tile_case(implementation: Implementation, case: TileCase, device: str) -> None:
     """Assert that `tile_stats` and `tile_grads` equal the float64 reference within the tolerances."""
     x, y = features_of(case, device)
+    given: dict[str, Any] = {"diagonal": case.diagonal, "ids": ids_of(case, device)}
     options = _options(case, implementation)
     row_scale, col_scale = _scales(case, device)
     exact = (_as_multiplied(x, case), _as_multiplied(y, case))
-    expected = reference.tile_stats(*exact, row_scale, col_scale, diagonal=case.diagonal)
+    expected = reference.tile_stats(*exact, row_scale, col_scale, **given)
     with poisoned_allocations():
-        got = tiles.tile_stats(x, y, row_scale, col_scale, diagonal=case.diagonal, options=options)
+        got = tiles.tile_stats(x, y, row_scale, col_scale, **given, options=options)
     for name, result, wanted in zip(("row_lse", "col_lse"), got, expected, strict=True):
         assert result.dtype == torch.float32 and result.shape == wanted.shape
         empty = wanted == -torch.inf
@@ -149,9 +165,9 @@ def check_tile_case(implementation: Implementation, case: TileCase, device: str)
     row_shift, col_shift = (lse.clamp_min(-2 * case.scale).float() for lse in expected)
     row_weight, col_weight = (0.1 + torch.linspace(0, 1, len(t), device=device) for t in (x, y))
     row, col = Terms(row_scale, row_shift, row_weight), Terms(col_scale, col_shift, col_weight)
-    wanted_grads = reference.tile_grads(*exact, row, col, diagonal=case.diagonal)
+    wanted_grads = reference.tile_grads(*exact, row, col, **given)
     with poisoned_allocations():
-        got_grads = tiles.tile_grads(x, y, row, col, diagonal=case.diagonal, options=options)
+        got_grads = tiles.tile_grads(x, y, row, col, **given, options=options)
     bound = _gradient_bound(case, device)
     for name, result, wanted in zip(wanted_grads._fields, got_grads, wanted_grads, strict=True):
         assert result.dtype == torch.float32
@@ -188,12 +204,10 @@ def _check_sides_and_accumulators(gradients: Callable[..., tuple[Tensor | None, 
 def check_sigmoid_case(implementation: Implementation, case: TileCase, device: str, bias: float) -> None:
     """Assert that `tile_sigmoid` equals the float64 reference within the tolerances."""
     x, y = features_of(case, device)
-    options = dict(diagonal=case.diagonal, options=_options(case, implementation))
-    wanted_results = reference.tile_sigmoid(
-        _as_multiplied(x, case), _as_multiplied(y, case), case.scale, bias, diagonal=case.diagonal
-    )
+    given: dict[str, Any] = {"diagonal": case.diagonal, "ids": ids_of(case, device)}
+    wanted_results = reference.tile_sigmoid(_as_multiplied(x, case), _as_multiplied(y, case), case.scale, bias, **given)
     with poisoned_allocations():
-        got = tiles.tile_sigmoid(x, y, case.scale, bias, **options)
+        got = tiles.tile_sigmoid(x, y, case.scale, bias, options=_options(case, implementation), **given)
     for name, result, wanted in zip(wanted_results._fields, got, wanted_results, strict=True):
         assert result.dtype == torch.float32
         if wanted.norm() == 0:
@@ -314,4 +328,13 @@ SMALL_CASES = [
     TileCase(200, 300, 16, budget_mib=0.02),
     TileCase(200, 300, 16, budget_mib=0.05, diagonal=150, dtype=torch.float32),
     TileCase(200, 300, 16, budget_mib=0.03, diagonal=-70, layout="offset", dtype=torch.float16),
+    *(
+        ID_CASES := [
+            TileCase(130, 70, 48, id_values=901),
+            TileCase(70, 130, 16, budget_mib=0.02, diagonal=9, dtype=torch.float32, id_values=20),
+            TileCase(1, 1, 16, diagonal=None, id_values=1),
+            TileCase(70, 130, 48, scale=1000.0, id_values=3),
+            TileCase(130, 70, 48, per_sample_scales=True, id_values=50),
+        ]
+    ),
 ]

@@ -30,6 +30,7 @@ from megaclip.ops.types import (
     DEFAULT_OPTIONS,
     FEATURE_DTYPES,
     Accumulators,
+    Ids,
     Scalars,
     Terms,
     TermVectors,
@@ -50,6 +51,7 @@ def tile_stats(
     col_scale: Scalars,
     *,
     diagonal: int | None = None,
+    ids: Ids | None = None,
     options: TileOptions = DEFAULT_OPTIONS,
 ) -> tuple[Tensor, Tensor]:
     """Return `row_lse_i = log sum_j exp(row_scale_i*s_ij)` (m,) and `col_lse_j = log sum_i exp(col_scale_j*s_ij)` (n,).
@@ -58,17 +60,19 @@ def tile_stats(
     row_scale: a number or (m,). col_scale: a number or (n,).
     diagonal: the column of row 0's positive. Entries with `i + diagonal == j` are left out. The diagonal may be
         negative or lie outside the block. None leaves nothing out.
+    ids: int64 ids of the rows (m,) and of the columns (n,), on the device of x. Entries with equal ids are left out,
+        and whole columns with the id `megaclip.ops.types.NO_NEGATIVE`. None leaves nothing out.
 
     Results are float32, float64 for float64 features. An empty sum gives -inf.
 
     Raises ValueError for arguments that do not fit together.
     """
-    dtype = _check_features(x, y, options)
+    dtype = _check_features(x, y, options, ids)
     run = _implementation(options, x)
     row_scale = _vector(row_scale, "row_scale", x, dtype)
     col_scale = _vector(col_scale, "col_scale", y, dtype)
     with _plain_arithmetic(x):
-        return run.tile_stats(x, y, row_scale, col_scale, diagonal=diagonal, options=options)
+        return run.tile_stats(x, y, row_scale, col_scale, diagonal=diagonal, ids=ids, options=options)
 
 
 def tile_grads(
@@ -78,6 +82,7 @@ def tile_grads(
     col: Terms,
     *,
     diagonal: int | None = None,
+    ids: Ids | None = None,
     need_dx: bool = True,
     need_dy: bool = True,
     need_dots: bool = True,
@@ -90,14 +95,14 @@ def tile_grads(
     `dx = P y`, `dy = P^T x`, `row_dot_i = sum_j (row part of P_ij)*s_ij`, `col_dot_j = sum_i (column part of
     P_ij)*s_ij`.
 
-    x, y, diagonal, errors: as in `tile_stats`.
+    x, y, diagonal, ids, errors: as in `tile_stats`.
     row: numbers or (m,). col: numbers or (n,). A direction whose scale, shift and weight are 0 is left out.
     need_dx, need_dy: False saves the product of that side, which is then returned as None.
     need_dots: False saves the sums of both dots, which are then None. Their total is also `sum(x * dx)`.
     add_to: contiguous tensors (m, D) and (n, D) in the dtype of the results. dx and dy are added to them in place, and
         they are returned. None allocates a new tensor.
     """
-    dtype = _check_features(x, y, options)
+    dtype = _check_features(x, y, options, ids)
     _check_accumulators(add_to, x, y, dtype)
     run = _implementation(options, x)
     row_vectors, col_vectors = _term_vectors(row, _ROW_NAMES, x, dtype), _term_vectors(col, _COL_NAMES, y, dtype)
@@ -108,6 +113,7 @@ def tile_grads(
             row_vectors,
             col_vectors,
             diagonal=diagonal,
+            ids=ids,
             need_dx=need_dx,
             need_dy=need_dy,
             need_dots=need_dots,
@@ -123,6 +129,7 @@ def tile_sigmoid(
     bias: float | Tensor,
     *,
     diagonal: int | None = None,
+    ids: Ids | None = None,
     need_dx: bool = True,
     need_dy: bool = True,
     add_to: Accumulators = (None, None),
@@ -136,7 +143,7 @@ def tile_sigmoid(
 
     scale, bias: numbers or tensors with one element. Everything else: as in `tile_grads`.
     """
-    dtype = _check_features(x, y, options)
+    dtype = _check_features(x, y, options, ids)
     _check_accumulators(add_to, x, y, dtype)
     run = _implementation(options, x)
     scale, bias = _vector(scale, "scale", x[:1], dtype), _vector(bias, "bias", x[:1], dtype)
@@ -147,6 +154,7 @@ def tile_sigmoid(
             scale,
             bias,
             diagonal=diagonal,
+            ids=ids,
             need_dx=need_dx,
             need_dy=need_dy,
             add_to=add_to,
@@ -169,8 +177,14 @@ def _left(autocast: str | None) -> Iterator[None]:
         yield
 
 
-def _check_features(x: Tensor, y: Tensor, options: TileOptions) -> torch.dtype:
+def _check_features(x: Tensor, y: Tensor, options: TileOptions, ids: Ids | None) -> torch.dtype:
     """Raise ValueError unless x and y can be multiplied with these options; return the dtype of the results."""
+    for side, own_ids in zip((x, y), ids or (), strict=False):
+        if own_ids.shape != side.shape[:1] or own_ids.dtype != torch.int64 or own_ids.device != side.device:
+            raise ValueError(
+                f"ids are {tuple(own_ids.shape)} {own_ids.dtype} on {own_ids.device}; expected ({len(side)},) "
+                f"torch.int64 on {side.device}"
+            )
     if x.dim() != 2 or y.dim() != 2 or x.shape[1] != y.shape[1]:
         raise ValueError(f"x and y have shapes {tuple(x.shape)} and {tuple(y.shape)}; expected (m, D) and (n, D)")
     if x.dtype != y.dtype or x.device != y.device:

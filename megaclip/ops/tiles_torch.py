@@ -17,19 +17,27 @@ Shapes: m rows, n columns, D embedding; `_mn` is one tile of logits.
 import contextlib
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megaclip.ops.types import Accumulators, TermVectors, TileOptions
+from megaclip.ops.types import NO_NEGATIVE, Accumulators, Ids, TermVectors, TileOptions
 
 # Number of tile-sized buffers alive at once, in the dtype of sums.
-_STATS_BUFFERS = 3  # s, its scaled copy, the exponentials inside logsumexp
+_STATS_BUFFERS = 3  # s, its scaled copy, the exponentials inside logsumexp; with ids, a byte per entry in addition
 _GRADS_BUFFERS = 4  # s, the row part, the column part, a product with s
 
 
 def tile_stats(
-    x: Tensor, y: Tensor, row_scale: Tensor, col_scale: Tensor, *, diagonal: int | None, options: TileOptions
+    x: Tensor,
+    y: Tensor,
+    row_scale: Tensor,
+    col_scale: Tensor,
+    *,
+    diagonal: int | None,
+    ids: Ids | None,
+    options: TileOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return row (m,) and column (n,) log-sum-exp; see `megaclip.ops.tiles.tile_stats`."""
     row_lse = torch.full_like(row_scale, -math.inf)
@@ -37,9 +45,9 @@ def tile_stats(
     x, y = _operands(x, y, options.precision)
     side = _tile_side(options.tile_budget_mib, _STATS_BUFFERS, row_lse.dtype)
     with _tf32(options.precision == "tf32"):
-        for rows, cols, offset, s_mn in _similarities(x, y, diagonal, side):
-            row_part = torch.logsumexp(_leave_out(s_mn * row_scale[rows, None], offset, -math.inf), dim=1)
-            col_part = torch.logsumexp(_leave_out(s_mn * col_scale[None, cols], offset, -math.inf), dim=0)
+        for rows, cols, left_out, s_mn in _similarities(x, y, diagonal, ids, side):
+            row_part = torch.logsumexp(left_out.fill(s_mn * row_scale[rows, None], -math.inf), dim=1)
+            col_part = torch.logsumexp(left_out.fill(s_mn * col_scale[None, cols], -math.inf), dim=0)
             row_lse[rows] = torch.logaddexp(row_lse[rows], row_part)
             col_lse[cols] = torch.logaddexp(col_lse[cols], col_part)
     return row_lse, col_lse
@@ -52,6 +60,7 @@ def tile_grads(
     col: TermVectors,
     *,
     diagonal: int | None,
+    ids: Ids | None,
     need_dx: bool,
     need_dy: bool,
     need_dots: bool,
@@ -64,11 +73,11 @@ def tile_grads(
     x, y = _operands(x, y, options.precision)
     side = _tile_side(options.tile_budget_mib, _GRADS_BUFFERS, row.scale.dtype)
     with _tf32(options.precision == "tf32"):
-        for rows, cols, offset, s_mn in _similarities(x, y, diagonal, side):
-            p_mn = _weights(s_mn, offset, *(value[rows, None] for value in row))
+        for rows, cols, left_out, s_mn in _similarities(x, y, diagonal, ids, side):
+            p_mn = _weights(s_mn, left_out, *(value[rows, None] for value in row))
             if row_dot is not None:
                 row_dot[rows] += (p_mn * s_mn).sum(1)
-            col_mn = _weights(s_mn, offset, *(value[None, cols] for value in col))
+            col_mn = _weights(s_mn, left_out, *(value[None, cols] for value in col))
             if col_dot is not None:
                 col_dot[cols] += (col_mn * s_mn).sum(0)
             _add_products(dx, dy, p_mn.add_(col_mn).to(x.dtype), x, y, rows, cols)
@@ -82,6 +91,7 @@ def tile_sigmoid(
     bias: Tensor,
     *,
     diagonal: int | None,
+    ids: Ids | None,
     need_dx: bool,
     need_dy: bool,
     add_to: Accumulators,
@@ -93,8 +103,8 @@ def tile_sigmoid(
     x, y = _operands(x, y, options.precision)
     side = _tile_side(options.tile_budget_mib, _GRADS_BUFFERS, scale.dtype)
     with _tf32(options.precision == "tf32"):
-        for rows, cols, offset, s_mn in _similarities(x, y, diagonal, side):
-            z_mn = _leave_out(s_mn * scale + bias, offset, -math.inf)
+        for rows, cols, left_out, s_mn in _similarities(x, y, diagonal, ids, side):
+            z_mn = left_out.fill(s_mn * scale + bias, -math.inf)
             row_loss[rows] += torch.nn.functional.softplus(z_mn, threshold=50).sum(1)
             p_mn = z_mn.sigmoid_()
             row_sum[rows] += p_mn.sum(1)
@@ -103,13 +113,32 @@ def tile_sigmoid(
     return row_loss, dx, dy, row_dot, row_sum
 
 
+class _LeftOut(NamedTuple):
+    """Entries of one tile that are left out."""
+
+    offset: int | None
+    """Those with `i + offset == j`. An offset outside the tile leaves nothing out."""
+    equal_mn: Tensor | None
+    """True where the ids are equal."""
+
+    def fill(self, tile_mn: Tensor, value: float) -> Tensor:
+        """Write `value` in place of the entries."""
+        if self.offset is not None and -len(tile_mn) < self.offset < tile_mn.shape[1]:
+            tile_mn.diagonal(self.offset).fill_(value)
+        return tile_mn if self.equal_mn is None else tile_mn.masked_fill_(self.equal_mn, value)
+
+
 def _similarities(
-    x: Tensor, y: Tensor, diagonal: int | None, side: int
-) -> Iterator[tuple[slice, slice, int | None, Tensor]]:
-    """Yield the row span, the column span, the diagonal and the similarities `s_mn` of every tile."""
+    x: Tensor, y: Tensor, diagonal: int | None, ids: Ids | None, side: int
+) -> Iterator[tuple[slice, slice, _LeftOut, Tensor]]:
+    """Yield the row span, the column span, the entries to leave out and the similarities `s_mn` of every tile."""
     for rows, cols in _tiles(len(x), len(y), side):
         offset = None if diagonal is None else diagonal + rows.start - cols.start
-        yield rows, cols, offset, _product(x[rows], y[cols].T)
+        equal_mn = None
+        if ids is not None:
+            row_ids, col_ids = ids[0][rows, None], ids[1][None, cols]
+            equal_mn = (row_ids == col_ids).logical_or_(col_ids == NO_NEGATIVE)
+        yield rows, cols, _LeftOut(offset, equal_mn), _product(x[rows], y[cols].T)
 
 
 def _accumulators(
@@ -133,16 +162,9 @@ def _add_products(
         dy[cols] += _product(p_mn.T, x[rows])
 
 
-def _weights(s_mn: Tensor, offset: int | None, scale: Tensor, shift: Tensor, weight: Tensor) -> Tensor:
-    """Return `weight * exp(scale*s - shift)` (m, n) for one direction, with zeros on the diagonal `offset`."""
-    return _leave_out((s_mn * scale).sub_(shift).exp_().mul_(weight), offset, 0.0)
-
-
-def _leave_out(tile_mn: Tensor, offset: int | None, value: float) -> Tensor:
-    """Write `value` in place where `i + offset == j`; an offset outside the tile changes nothing."""
-    if offset is not None and -len(tile_mn) < offset < tile_mn.shape[1]:
-        tile_mn.diagonal(offset).fill_(value)
-    return tile_mn
+def _weights(s_mn: Tensor, left_out: _LeftOut, scale: Tensor, shift: Tensor, weight: Tensor) -> Tensor:
+    """Return `weight * exp(scale*s - shift)` (m, n) for one direction, with zeros where entries are left out."""
+    return left_out.fill((s_mn * scale).sub_(shift).exp_().mul_(weight), 0.0)
 
 
 def _operands(x: Tensor, y: Tensor, precision: str) -> tuple[Tensor, Tensor]:

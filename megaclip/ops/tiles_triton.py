@@ -33,17 +33,24 @@ from torch import Tensor
 from megaclip.ops.tiles_triton_blocks import INTERPRETED, Block, TileConfig, Tiling, cdiv, part
 from megaclip.ops.tiles_triton_common import _merge_stats_kernel, _tile_limits_kernel
 from megaclip.ops.tiles_triton_kernels import _tile_grads_kernel, _tile_sigmoid_kernel, _tile_stats_kernel
-from megaclip.ops.types import Accumulators, TermVectors, TileOptions
+from megaclip.ops.types import Accumulators, Ids, TermVectors, TileOptions
 
 
 def tile_stats(
-    x: Tensor, y: Tensor, row_scale: Tensor, col_scale: Tensor, *, diagonal: int | None, options: TileOptions
+    x: Tensor,
+    y: Tensor,
+    row_scale: Tensor,
+    col_scale: Tensor,
+    *,
+    diagonal: int | None,
+    ids: Ids | None,
+    options: TileOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return row (m,) and column (n,) log-sum-exp, float32; see `megaclip.ops.tiles.tile_stats`."""
     m = x.shape[0]
     lse = x.new_full((m + y.shape[0],), -math.inf, dtype=torch.float32)
     row_lse, col_lse = lse[:m], lse[m:]
-    tiling = Tiling(x, y, "stats", diagonal, options)
+    tiling = Tiling(x, y, "stats", diagonal, ids, options)
     tile = tiling.tile
     with _launching(tiling):
         row_limits, col_limits = _tile_limits(x, y, row_scale, col_scale, None, tile)
@@ -55,6 +62,7 @@ def tile_stats(
                 *block.factors,
                 part(row_scale, block.rows),
                 part(col_scale, block.cols),
+                *block.ids,
                 row_limits[block.rows.start // tile.block_m :],
                 col_limits[block.cols.start // tile.block_n :],
                 row_parts,
@@ -77,6 +85,7 @@ def tile_grads(
     col: TermVectors,
     *,
     diagonal: int | None,
+    ids: Ids | None,
     need_dx: bool,
     need_dy: bool,
     need_dots: bool,
@@ -89,7 +98,7 @@ def tile_grads(
     if need_dots:
         dots = x.new_zeros((m + y.shape[0],), dtype=torch.float32)
         row_dot, col_dot = dots[:m], dots[m:]
-    tiling = Tiling(x, y, "grads", diagonal, options)
+    tiling = Tiling(x, y, "grads", diagonal, ids, options)
     tile = tiling.tile
     row_shift, col_shift = row.shift.contiguous(), col.shift.contiguous()
     products = _GradientProducts(x, y, need_dx, need_dy, add_to)
@@ -106,6 +115,7 @@ def tile_grads(
                 block.p_matrix,
                 *(part(row.scale, rows), part(row_shift, rows), part(row.weight, rows)),
                 *(part(col.scale, cols), part(col_shift, cols), part(col.weight, cols)),
+                *block.ids,
                 row_limits[rows.start // tile.block_m :],
                 col_limits[cols.start // tile.block_n :],
                 row_parts,
@@ -130,6 +140,7 @@ def tile_sigmoid(
     bias: Tensor,
     *,
     diagonal: int | None,
+    ids: Ids | None,
     need_dx: bool,
     need_dy: bool,
     add_to: Accumulators,
@@ -137,7 +148,7 @@ def tile_sigmoid(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
     """Return row_loss, dx, dy, row_dot and row_sum, float32; see `megaclip.ops.tiles.tile_sigmoid`."""
     row_results = x.new_zeros((3, len(x)), dtype=torch.float32)
-    tiling = Tiling(x, y, "sigmoid", diagonal, options)
+    tiling = Tiling(x, y, "sigmoid", diagonal, ids, options)
     products = _GradientProducts(x, y, need_dx, need_dy, add_to)
     with _launching(tiling):
         for block in tiling.blocks(tiling.p_dtype.itemsize, keeps_tile=True):
@@ -147,6 +158,7 @@ def tile_sigmoid(
                 block.p_matrix,
                 scale,
                 bias,
+                *block.ids,
                 row_parts,
                 *block.sizes,
                 **block.constants,

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megaclip.ops.tiles_triton_kernels import _tile_stats_kernel
-from megaclip.ops.types import TileOptions
+from megaclip.ops.types import Ids, TileOptions
 
 INTERPRETED = not isinstance(_tile_stats_kernel, triton.JITFunction)
 # A diagonal outside of every block.
@@ -75,7 +75,7 @@ _INTERPRETER_PROGRAMS = 3
 class Tiling:
     """The blocks of one call and the buffer that they share. kernel: "stats", "grads" or "sigmoid"."""
 
-    def __init__(self, x: Tensor, y: Tensor, kernel: str, diagonal: int | None, options: TileOptions):
+    def __init__(self, x: Tensor, y: Tensor, kernel: str, diagonal: int | None, ids: Ids | None, options: TileOptions):
         self.x, self.y = x, y
         precision: str = options.precision
         if precision == "auto":
@@ -90,6 +90,7 @@ class Tiling:
         self.tile = tiles[precision, kernel]
         self.stores = 4 if kernel == "sigmoid" else self.tile.stores
         self.diagonal = diagonal
+        self.ids = None if ids is None else (ids[0].contiguous(), ids[1].contiguous())
         self.budget_bytes = options.tile_budget_mib * 2**20
 
     def blocks(self, bytes_per_entry: float, *, keeps_tile: bool = False) -> Iterator["Block"]:
@@ -173,6 +174,9 @@ class Block:
         # Row tiles per work item of the statistics. Four share one column reduction, if every program still has work.
         self.chunk = 4 if self.row_tiles * self.col_tiles >= 16 * self.programs else 1
         self.sizes = (self.m, self.n, diagonal)
+        # Without ids the kernels read neither pointer.
+        ids = tiling.ids
+        self.ids = (x.kernel, x.kernel) if ids is None else (part(ids[0], rows), part(ids[1], cols))
         self.constants = dict(
             D=tiling.x.shape[1],
             BLOCK_M=tile.block_m,
@@ -181,6 +185,7 @@ class Block:
             GROUP=tile.group,
             LOADED=tiling.exact,
             POINTERS=tiling.pointers,
+            HAS_IDS=ids is not None,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )

@@ -12,6 +12,8 @@ import triton.language as tl
 # Sums of 2**17 terms exp2(t) stay below float32's maximum 2**128, and exp2(-t) is normal.
 EXPONENT_LIMIT = tl.constexpr(110.0)
 MASKED = tl.constexpr(-1.0e30)
+# As in `megaclip.ops.types`.
+NO_NEGATIVE = tl.constexpr(-(2**63))
 # Maximum of a row whose entries are all masked: below every real maximum, far above MASKED.
 MAXIMUM_FLOOR = tl.constexpr(-1.0e20)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -126,6 +128,26 @@ def _kept(row0, col0, m, n, diagonal, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
     rows = row0 + tl.arange(0, BLOCK_M)
     cols = col0 + tl.arange(0, BLOCK_N)
     return (rows < m)[:, None] & (cols < n)[None, :] & (rows[:, None] + diagonal != cols[None, :])
+
+
+@triton.jit
+def _without_equal_ids(t, row_ids_ptr, col_ids_ptr, row0, col0, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return t (BLOCK_M, BLOCK_N) with MASKED where ids are equal, and in columns with the id NO_NEGATIVE.
+
+    Most tiles have no equal ids. One comparison of 32 bits per entry finds them; the others also compare all 64 bits.
+    """
+    rows = row0 + tl.arange(0, BLOCK_M)
+    cols = col0 + tl.arange(0, BLOCK_N)
+    row_ids = tl.load(row_ids_ptr + rows, mask=rows < m, other=0)
+    col_ids = tl.load(col_ids_ptr + cols, mask=cols < n, other=0)
+    no_negative = col_ids == NO_NEGATIVE
+    may_be_equal = row_ids.to(tl.int32)[:, None] == col_ids.to(tl.int32)[None, :]
+    if tl.max((may_be_equal | no_negative[None, :]).to(tl.int32)) > 0:
+        # `t == t` gives the ids the layout of t. Otherwise the result of the comparison would need shared memory.
+        row_ids_of_t = tl.where(t == t, row_ids[:, None], 0)
+        col_mask = tl.where(no_negative, MASKED, 0.0)
+        t = tl.where(row_ids_of_t == col_ids[None, :], MASKED, t + col_mask[None, :])
+    return t
 
 
 @triton.jit

@@ -16,8 +16,8 @@ time:
 * *General*: any scales. The kernel first takes the maxima of the tile's rows and columns. Rows and columns have
   separate exponentials.
 
-Masked entries (the diagonal, and everything outside the block) get the logit MASKED before the exponential. It is a
-large negative *finite* number, because products such as exp(t) * t must give 0, not NaN.
+Masked entries (the diagonal, equal ids, and everything outside the block) get the logit MASKED before the exponential.
+It is a large negative *finite* number, because products such as exp(t) * t must give 0, not NaN.
 """
 
 import triton
@@ -39,6 +39,7 @@ from megaclip.ops.tiles_triton_common import (
     _relative_scale,
     _store_block,
     _tile_scale,
+    _without_equal_ids,
 )
 
 
@@ -50,6 +51,8 @@ def _tile_stats_kernel(
     y,  # in: (n, D) features of that dtype, descriptor with block (BLOCK_N, BLOCK_K)
     row_scale_ptr,  # in: (m,) float32
     col_scale_ptr,  # in: (n,) float32
+    row_ids_ptr,  # in: (m,) int64; ids are unused without HAS_IDS
+    col_ids_ptr,  # in: (n,) int64
     row_limits_ptr,  # in: (row_tiles, LIMITS) float32, from `_tile_limits_kernel`
     col_limits_ptr,  # in: (col_tiles, LIMITS) float32
     row_part_ptr,  # out: (col_tiles, m) float32, log2 of each row's sum over one column tile
@@ -69,6 +72,7 @@ def _tile_stats_kernel(
     NUM_WARPS: tl.constexpr,
     LOADED: tl.constexpr,
     POINTERS: tl.constexpr,
+    HAS_IDS: tl.constexpr,
 ):
     """Compute the partial sums of row and column log-sum-exp of every tile. Persistent: a program runs many tiles."""
     K_TILES: tl.constexpr = 1 if LOADED else (D + BLOCK_K - 1) // BLOCK_K
@@ -102,6 +106,8 @@ def _tile_stats_kernel(
             cols = col0 + tl.arange(0, BLOCK_N)
             row_part = row_part_ptr + col_tile.to(tl.int64) * m + rows
             col_part = col_part_ptr + (row_tile // CHUNK).to(tl.int64) * n + cols
+            if HAS_IDS:
+                t = _without_equal_ids(t, row_ids_ptr, col_ids_ptr, row0, col0, m, n, BLOCK_M, BLOCK_N)
             t = _masked(t, row0, col0, m, n, diagonal, BLOCK_M, BLOCK_N)
             if bounded:
                 e = tl.exp2(t)
@@ -171,6 +177,8 @@ def _tile_grads_kernel(
     col_scale_ptr,  # in: (n,) float32
     col_shift_ptr,  # in: (n,) float32
     col_weight_ptr,  # in: (n,) float32
+    row_ids_ptr,  # in: (m,) int64; ids are unused without HAS_IDS
+    col_ids_ptr,  # in: (n,) int64
     row_limits_ptr,  # in: (row_tiles, LIMITS) float32, from `_tile_limits_kernel`
     col_limits_ptr,  # in: (col_tiles, LIMITS) float32
     row_part_ptr,  # out: (col_tiles, m) float32, row_dot over one column tile; unused without DOTS
@@ -190,6 +198,7 @@ def _tile_grads_kernel(
     STORES: tl.constexpr,
     LOADED: tl.constexpr,
     POINTERS: tl.constexpr,
+    HAS_IDS: tl.constexpr,
     DOTS: tl.constexpr,
 ):
     """Compute P of every tile, and the partial sums of row_dot and col_dot. Persistent."""
@@ -224,6 +233,8 @@ def _tile_grads_kernel(
             bounded = (scale > 0.0) & (shift_limit <= EXPONENT_LIMIT)
             if bounded:
                 bounded = _is_bounded(t, scale2 * similarity)
+            if HAS_IDS:
+                t = _without_equal_ids(t, row_ids_ptr, col_ids_ptr, row0, col0, m, n, BLOCK_M, BLOCK_N)
             t = _masked(t, row0, col0, m, n, diagonal, BLOCK_M, BLOCK_N)
             row_part = row_part_ptr + col_tile.to(tl.int64) * m + rows
             col_part = col_part_ptr + row_tile.to(tl.int64) * n + cols
@@ -311,6 +322,8 @@ def _tile_sigmoid_kernel(
     p_matrix,  # out: (m, n) P = sigmoid(z), descriptor with block (BLOCK_M, BLOCK_N // 4); may be the buffer of s
     scale_ptr,  # in: (1,) float32
     bias_ptr,  # in: (1,) float32
+    row_ids_ptr,  # in: (m,) int64; ids are unused without HAS_IDS
+    col_ids_ptr,  # in: (n,) int64
     row_part_ptr,  # out: (3, col_tiles, m) float32: sums over one column tile of softplus(z), P * s and P
     m,
     n,
@@ -322,6 +335,7 @@ def _tile_sigmoid_kernel(
     GROUP: tl.constexpr,
     LOADED: tl.constexpr,
     POINTERS: tl.constexpr,
+    HAS_IDS: tl.constexpr,
 ):
     """Compute the sigmoid loss and P of every tile, with z = scale * s + bias. Persistent.
 
@@ -347,6 +361,10 @@ def _tile_sigmoid_kernel(
         if k == K_TILES - 1:
             zeros = tl.zeros((BLOCK_M, 8), dtype=tl.float32)
             sums = (zeros, zeros, zeros, zeros)
+            slope, shift = scale2, bias2
+            if HAS_IDS:
+                s = _without_equal_ids(s * scale2 + bias2, row_ids_ptr, col_ids_ptr, row0, col0, m, n, BLOCK_M, BLOCK_N)
+                slope, shift = 1.0, 0.0
             # Four pieces, one after another, need a quarter of the registers.
             HALF: tl.constexpr = BLOCK_N // 2
             PIECE: tl.constexpr = BLOCK_N // 4
@@ -354,16 +372,16 @@ def _tile_sigmoid_kernel(
             s0, s1 = _halves(left, BLOCK_M, HALF)
             s2, s3 = _halves(right, BLOCK_M, HALF)
             sums = _sigmoid_piece(
-                s0, sums, p_matrix, row0, col0, m, n, diagonal, scale2, bias2, BLOCK_M, PIECE, POINTERS
+                s0, sums, p_matrix, row0, col0, m, n, diagonal, slope, shift, BLOCK_M, PIECE, POINTERS
             )
             sums = _sigmoid_piece(
-                s1, sums, p_matrix, row0, col0 + PIECE, m, n, diagonal, scale2, bias2, BLOCK_M, PIECE, POINTERS
+                s1, sums, p_matrix, row0, col0 + PIECE, m, n, diagonal, slope, shift, BLOCK_M, PIECE, POINTERS
             )
             sums = _sigmoid_piece(
-                s2, sums, p_matrix, row0, col0 + 2 * PIECE, m, n, diagonal, scale2, bias2, BLOCK_M, PIECE, POINTERS
+                s2, sums, p_matrix, row0, col0 + 2 * PIECE, m, n, diagonal, slope, shift, BLOCK_M, PIECE, POINTERS
             )
             sums = _sigmoid_piece(
-                s3, sums, p_matrix, row0, col0 + 3 * PIECE, m, n, diagonal, scale2, bias2, BLOCK_M, PIECE, POINTERS
+                s3, sums, p_matrix, row0, col0 + 3 * PIECE, m, n, diagonal, slope, shift, BLOCK_M, PIECE, POINTERS
             )
             q, above, dot, total = sums
             row_sum = tl.sum(total, axis=1)

@@ -10,6 +10,11 @@ Scalars = float | Tensor
 """A number, a tensor with one element, or a vector with one value per row or per column."""
 Accumulators = tuple[Tensor | None, Tensor | None]
 """Tensors to which dx and dy are added."""
+Ids = tuple[Tensor, Tensor]
+"""int64 ids of the rows (m,) and of the columns (n,) of a tile. Entries whose row and column have equal ids are left
+out."""
+NO_NEGATIVE = torch.iinfo(torch.int64).min
+"""Id of a column that every row leaves out, such as padding."""
 Implementation = Literal["auto", "torch", "triton"]
 Precision = Literal["auto", "float32", "tf32", "bf16"]
 

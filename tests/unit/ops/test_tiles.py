@@ -13,7 +13,14 @@ from megaclip.errors import ConfigError
 from megaclip.ops import rows, tiles, tiles_torch
 from megaclip.ops.types import Terms, TileOptions
 from tests import reference
-from tests.tile_cases import SIDES_CASES, check_sides_and_accumulators
+from tests.tile_cases import (
+    ID_CASES,
+    SIDES_CASES,
+    TileCase,
+    check_sides_and_accumulators,
+    check_sigmoid_case,
+    check_tile_case,
+)
 from tests.tolerances import GRADIENT, VALUE, assert_close, assert_far
 
 SIZES = [(1, 1), (1, 70), (63, 1), (63, 70), (70, 63), (5, 1000)]
@@ -59,6 +66,13 @@ def test_every_size_diagonal_and_budget(m: int, n: int, dtype: torch.dtype) -> N
         options = TileOptions(tile_budget_mib=budget)
         assert_stats(x, y, row.scale, col.scale, diagonal=diagonal, options=options)
         assert_grads(x, y, row, col, diagonal=diagonal, options=options)
+
+
+@pytest.mark.parametrize("case", ID_CASES, ids=str)
+def test_equal_ids_are_left_out(case: TileCase) -> None:
+    check_tile_case("torch", case, "cpu")
+    if not case.per_sample_scales:
+        check_sigmoid_case("torch", case, "cpu", -1.0)
 
 
 def test_sigmoid_of_large_logits() -> None:
@@ -177,6 +191,13 @@ def test_arguments_that_do_not_fit_are_refused(change: dict[str, Any], message: 
     arguments = {"x": torch.zeros(3, 5), "y": torch.zeros(4, 5), "row_scale": 1.0, "col_scale": 1.0} | change
     with pytest.raises(ValueError, match=message):
         tiles.tile_stats(**arguments)
+
+
+def test_ids_that_do_not_fit_are_refused() -> None:
+    x, y = torch.zeros(3, 5), torch.zeros(4, 5)
+    for ids in (torch.zeros(3, dtype=torch.int64), torch.zeros(4)):
+        with pytest.raises(ValueError, match=r"ids are \(\d,\) torch\.\w+ on cpu; expected \(4,\) torch.int64 on cpu"):
+            tiles.tile_sigmoid(x, y, 1.0, 0.0, ids=(torch.zeros(3, dtype=torch.int64), ids))
 
 
 def test_terms_of_another_length_are_refused() -> None:

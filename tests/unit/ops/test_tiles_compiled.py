@@ -28,7 +28,7 @@ SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 DIVISIBLE = [["tt.divisibility", 16]]
 
 
-def compiled(capability: int, precision: str, name: str):
+def compiled(capability: int, precision: str, name: str, with_ids: bool = False):
     """Return a kernel as it is launched on a GPU of this compute capability, with features of 512 columns."""
     tiles, pointers = blocks.tiles_for(capability // 10)
     tile = tiles[precision, name]
@@ -42,7 +42,7 @@ def compiled(capability: int, precision: str, name: str):
     }
     constants = {"D": 512, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
     constants |= {"GROUP": tile.group, "LOADED": loaded, "POINTERS": pointers, "CHUNK": 4, "STORES": tile.stores}
-    constants |= {"NUM_WARPS": tile.num_warps, "DOTS": True}
+    constants |= {"NUM_WARPS": tile.num_warps, "DOTS": True, "HAS_IDS": with_ids}
     signature, values, attributes = {}, {}, {}
     for index, argument in enumerate(KERNELS[name].arg_names):
         if argument in constants:
@@ -53,7 +53,7 @@ def compiled(capability: int, precision: str, name: str):
         elif argument in shapes:
             signature[argument] = f"tensordesc<{dtype}{[*shapes[argument]]}>"
         elif argument.endswith("_ptr"):
-            signature[argument], attributes[index,] = "*fp32", DIVISIBLE
+            signature[argument], attributes[index,] = "*i64" if "ids" in argument else "*fp32", DIVISIBLE
         else:
             signature[argument] = "i32"
     return triton.compile(
@@ -71,19 +71,26 @@ def spilled_bytes(ptx: str, capability: int) -> int:
     return sum(int(number) for number in re.findall(r"(\d+) bytes spill stores", report))
 
 
-ALL = [(capability, *kind) for capability in SHARED_KIB for kind in blocks.TILES]
+ALL = [(capability, *kind, False) for capability in SHARED_KIB for kind in blocks.TILES]
+ALL += [(90, "bf16", "grads", True)]  # the shared memory of two programs must fit into a multiprocessor
 # With the tiles of the H200, these kernels would read single elements, spill kilobytes, or need too much shared memory.
-QUICK = [(80, "bf16", "grads"), (100, "bf16", "stats"), (120, "bf16", "sigmoid"), (120, "tf32", "grads")]
+QUICK = [
+    *((80, "bf16", "grads", False), (100, "bf16", "stats", False), (120, "bf16", "sigmoid", False)),
+    *((120, "tf32", "grads", False), (90, "bf16", "grads", True)),
+]
 
 
 @pytest.mark.parametrize(
-    ("capability", "precision", "name"),
+    ("capability", "precision", "name", "with_ids"),
     [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.long, id="-".join(map(str, case))) for case in ALL],
 )
-def test_a_kernel_fits_spills_little_and_copies_16_bytes_at_a_time(capability: int, precision: str, name: str) -> None:
-    kernel = compiled(capability, precision, name)
+def test_a_kernel_fits_spills_little_and_copies_16_bytes_at_a_time(
+    capability: int, precision: str, name: str, with_ids: bool
+) -> None:
+    kernel = compiled(capability, precision, name, with_ids)
     assert capability == 90 or spilled_bytes(kernel.asm["ptx"], capability) <= 256  # the kernels for Hopper were timed
-    assert kernel.metadata.shared <= SHARED_KIB[capability] * 1024
+    programs = blocks.tiles_for(capability // 10)[0][precision, name].programs_per_sm
+    assert programs * (kernel.metadata.shared + 1024) <= (SHARED_KIB[capability] + 1) * 1024
     if capability < 90 and precision != "float32":  # float32 products use the library
         copies = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?, (0x\w+)", kernel.asm["ptx"])
         assert collections.Counter(copies).keys() == {"0x10"}

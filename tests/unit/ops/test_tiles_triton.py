@@ -143,7 +143,7 @@ else:
     def test_buffers_stay_within_the_budget(rows: int, cols: int, dtype: torch.dtype) -> None:
         """Cut the blocks without launching a kernel. Only P and staged features grow with the size of a block."""
         x, y = torch.zeros(1, 64, dtype=dtype).expand(rows, 64), torch.zeros(1, 64, dtype=dtype).expand(cols, 64)
-        tiling = tiles_triton_blocks.Tiling(x, y, "grads", 0, TileOptions("bf16", tile_budget_mib=16))
+        tiling = tiles_triton_blocks.Tiling(x, y, "grads", 0, None, TileOptions("bf16", tile_budget_mib=16))
         area = 0
         for block in tiling.blocks(2, keeps_tile=True):
             staged = sum(side.kernel.untyped_storage().nbytes() for side in (block.x, block.y))
