@@ -7,6 +7,7 @@ that rank raises PyTorch's error, and the others an error that names the rank.
 """
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,12 +17,14 @@ from megaclip.comm.groups import RankGroup
 from megaclip.errors import DataError
 from megaclip.losses.settings import LossSettings
 from megaclip.losses.way import EXCHANGES, PAYLOADS, REDUCTIONS
-from megaclip.ops.types import FEATURE_DTYPES
+from megaclip.ops.types import FEATURE_DTYPES, accumulation_dtype
 
 _KINDS = list(itertools.product(FEATURE_DTYPES, (True, False)))
 """Accepted dtypes of features, each on the CPU and elsewhere: a collective cannot combine both."""
-_WAYS = list(itertools.product(("auto", *EXCHANGES), ("auto", *REDUCTIONS), PAYLOADS))
-"""Settings exchange, reduction and payload, on which the collectives of a call depend."""
+_FURTHER = ("negatives", "ids", "negative_ids", "negative_rows", "weights")
+_MEANINGS = ("ignore", "mask", "positive")
+_WAYS = list(itertools.product(("auto", *EXCHANGES), ("auto", *REDUCTIONS), PAYLOADS, _MEANINGS))
+"""Settings exchange, reduction, payload and ids, on which the collectives of a call depend."""
 
 
 def check_features(
@@ -29,39 +32,47 @@ def check_features(
     text_features: Tensor,
     logit_scale: Tensor,
     logit_bias: Tensor | None = None,
+    further: Sequence[Tensor | None] = (None,) * len(_FURTHER),
     *,
     settings: LossSettings,
     ranks: RankGroup,
-) -> None:
+) -> int:
     """Raise DataError on all ranks unless all have features (b, D) of one shape and dtype and scalars of one element.
 
-    The settings exchange, reduction and payload must be equal on all ranks too. Without an error the only communication
-    is one gather of four integers, and none on one rank.
+    Return the largest number of negatives of a rank. further: the tensors `_FURTHER`, which `SummedLoss.forward`
+    documents. The settings of `_WAYS` must be equal on all ranks too, and which of `_FURTHER` are given. Without an
+    error the only communication is one gather of four integers, and none on one rank.
     """
-    if ranks.size == 1:
-        _check_own(image_features, text_features, logit_scale, logit_bias, f"on rank {ranks.rank}")
-        return
+    meaning = getattr(settings, "ids", "ignore")
     problem: Exception | None = None
-    signature = [1, 0, 0, 0]
+    signature = [-1, 0, 0, 0]
     try:
-        _check_own(image_features, text_features, logit_scale, logit_bias, f"on rank {ranks.rank}")
+        where = f"on rank {ranks.rank}"
+        _check_own(image_features, text_features, logit_scale, logit_bias, where)
+        _check_further(image_features, dict(zip(_FURTHER, further, strict=True)), meaning, where)
         kind = _KINDS.index((image_features.dtype, image_features.device.type == "cpu"))
-        way = _WAYS.index((settings.exchange, settings.reduction, settings.payload))
-        signature = [0, *image_features.shape, kind * len(_WAYS) + way]
+        way = _WAYS.index((settings.exchange, settings.reduction, settings.payload, meaning))
+        given = sum(2**place for place, tensor in enumerate(further) if tensor is not None)
+        count = 0 if further[0] is None else len(further[0])
+        signature = [count, *image_features.shape, (given * len(_KINDS) + kind) * len(_WAYS) + way]
     except Exception as error:  # also one of PyTorch, which nested tensors raise; raised below, on all ranks
+        if ranks.size == 1:
+            raise
         problem = error
+    if ranks.size == 1:
+        return signature[0]
     signatures = gather_integers(signature, group=ranks)
-    if any(failed for failed, *_ in signatures):
+    if any(count < 0 for count, *_ in signatures):
         with raise_on_all_ranks(group=ranks):
             if problem is not None:
                 raise problem
     for rank, other in enumerate(signatures):
-        if other == signatures[0]:
+        if other[1:] == signatures[0][1:]:
             continue
         first, second = (", ".join(_WAYS[last % len(_WAYS)]) for *_, last in (signatures[0], other))
         if first != second:
             raise DataError(
-                f"exchange, reduction and payload of the loss are {first} on rank 0 and {second} on rank {rank}; "
+                f"exchange, reduction, payload and ids of the loss are {first} on rank 0 and {second} on rank {rank}; "
                 "construct the loss with the same settings on all ranks"
             )
         raise DataError(
@@ -69,6 +80,7 @@ def check_features(
             "expected one shape and dtype on all ranks, on CPUs or on accelerators: give every rank the same local "
             "batch, and drop a shorter last one"
         )
+    return max(count for count, *_ in signatures)
 
 
 def _check_own(
@@ -103,7 +115,44 @@ def _check_own(
             raise DataError(f"{name} has shape {tuple(scalar.shape)} {where}; expected one element, () or (1,)")
 
 
+def _check_further(x: Tensor, further: dict[str, Tensor | None], meaning: str, where: str) -> None:
+    """Raise DataError unless the tensors `_FURTHER` of this rank fit its features x (b, D)."""
+    negatives, ids = further["negatives"], further["ids"]
+    if (ids is None) != (meaning == "ignore"):
+        raise DataError(
+            f"ids are {'missing' if ids is None else 'given'} {where}, and the setting ids of the loss is {meaning!r}; "
+            "pass ids if the setting is 'mask' or 'positive', and only then"
+        )
+    for name, required in (("negative_ids", negatives), ("negative_rows", negatives), ("negative_ids", ids)):
+        if required is None and further[name] is not None:
+            missing = "negatives" if negatives is None else "ids"
+            raise DataError(f"{name} are given without {missing} {where}; pass both")
+    count = len(negatives) if isinstance(negatives, Tensor) and negatives.dim() else 0
+    expected = {
+        "negatives": ((count, x.shape[1]), x.dtype),
+        "ids": ((len(x),), torch.int64),
+        "negative_ids": ((count,), torch.int64),
+        "negative_rows": ((count,), torch.int64),
+        "weights": ((len(x),), accumulation_dtype(x)),
+    }
+    for name, tensor in further.items():
+        shape, dtype = expected[name]
+        if tensor is None or (
+            isinstance(tensor, Tensor)
+            and (tensor.shape, tensor.dtype, tensor.device) == (torch.Size(shape), dtype, x.device)
+        ):
+            continue
+        got = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor)
+        raise DataError(f"{name} are {got} {where}; expected {shape} {dtype} on {x.device}")
+    rows = further["negative_rows"]
+    if rows is not None and count and not 0 <= int(rows.min()) <= int(rows.max()) < len(x):
+        raise DataError(
+            f"negative_rows are {int(rows.min())} to {int(rows.max())} {where}; expected local rows, 0 to {len(x) - 1}"
+        )
+
+
 def _description(signature: list[int]) -> str:
-    _, batch, embedding, kind_and_way = signature
-    dtype, on_cpu = _KINDS[kind_and_way // len(_WAYS)]
-    return f"({batch}, {embedding}) {dtype} ({'CPU' if on_cpu else 'accelerator'})"
+    _, batch, embedding, others = signature
+    given, (dtype, on_cpu) = others // len(_WAYS) // len(_KINDS), _KINDS[others // len(_WAYS) % len(_KINDS)]
+    names = [f" with {name}" for place, name in enumerate(_FURTHER) if given & 2**place]
+    return f"({batch}, {embedding}) {dtype} ({'CPU' if on_cpu else 'accelerator'}){''.join(names)}"

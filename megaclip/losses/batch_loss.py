@@ -3,6 +3,7 @@
 import copy
 import functools
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from megaclip.losses.compiled_operation import traced
 from megaclip.losses.costs import LossCost
 from megaclip.losses.settings import BatchLossSettings, StandaloneSettings
 from megaclip.losses.small_batches import Recordings, is_small
-from megaclip.losses.sums import LossAndSums, function_of_sums
+from megaclip.losses.sums import LossAndSums, LossInputs, function_of_sums
 from megaclip.losses.way import Way, make_way
 from megaclip.ops.types import TileOptions, accumulation_dtype
 
@@ -115,26 +116,47 @@ class SummedLoss(BatchLoss):
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
+        *,
+        ids: Tensor | None = None,
+        negatives: Tensor | None = None,
+        negative_ids: Tensor | None = None,
+        negative_rows: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Return the mean loss of the whole batch, equal on all ranks: () float32, float64 for float64 features.
 
         image_features, text_features: (b, D) of unit length, bfloat16, float16, float32 or float64; one shape and dtype
-            on all ranks.
+            on all ranks. Row i of both is a pair: an image and its text, or a query and its document.
         logit_scale: the multiplier alpha, the exponential of the log scale: (), (1,) or a number.
         logit_bias: beta, added to the logits: (), (1,), a number, or None for 0. InfoNCE does not depend on it, because
             it cancels in a softmax: ClipLoss gives it a zero gradient.
         output_dict: return {"contrastive_loss": loss}, as open_clip's trainer expects.
+        ids: (b,) int64 on the features' device, which the settings ids="mask" and ids="positive" require. Pairs with
+            equal ids, on any rank, are no negatives of each other, or positives.
+        negatives: (e, D), additional text features, such as hard negatives: negatives of the images of all ranks. e may
+            differ between ranks, and may be 0, but all ranks or none must pass them. They are no rows of the loss.
+        negative_ids: (e,) int64 ids of the negatives. One whose id is that of a pair is left out for this pair, with
+            ids="mask" and with ids="positive".
+        negative_rows: (e,) int64, the local row (0 to b - 1) that alone contrasts with each negative. None: all rows of
+            all ranks do.
+        weights: (b,) weight of each pair in the mean, which divides by B; no gradient. Only ClipLoss accepts them.
 
-        Every rank must call it. Raises DataError, a ValueError, on all ranks if features do not fit together, on one
-        rank or between ranks.
+        Every rank must call it with the same arguments. Raises DataError, a ValueError, on all ranks if the arguments
+        do not fit together, on one rank or between ranks.
         """
-        bias = self.used_bias(logit_bias, image_features)
-        arguments = (image_features, text_features, as_scalar(logit_scale, image_features), bias)
+        features = image_features
+        inputs = LossInputs(
+            image_features,
+            text_features,
+            as_scalar(logit_scale, features),
+            self.used_bias(logit_bias, features),
+            *(negatives, ids, negative_ids, negative_rows, weights),
+        )
         if torch.compiler.is_compiling():
-            loss = traced(self, *arguments)
+            loss = traced(self, inputs)
         else:
-            loss = self.differentiable(*arguments, way=self.checked_way(*arguments, ranks=resolve(self.group)))
-        if bias is None:
+            loss = self.differentiable(inputs, way=self.checked_way(inputs, ranks=resolve(self.group)))
+        if inputs.logit_bias is None:
             loss = with_unused(loss, logit_bias)
         return {"contrastive_loss": loss} if output_dict else loss
 
@@ -142,38 +164,20 @@ class SummedLoss(BatchLoss):
         """Return logit_bias as a tensor, or None if this loss does not depend on it."""
         return as_scalar(0.0 if logit_bias is None else logit_bias, features)
 
-    def differentiable(
-        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, way: Way
-    ) -> Tensor:
+    def differentiable(self, inputs: LossInputs, *, way: Way) -> Tensor:
         """Return the loss () as a function that autograd can differentiate."""
-        evaluate = functools.partial(self.sums, way=way)
-        return function_of_sums(type(self).__name__).apply(x, y, logit_scale, logit_bias, evaluate)
+        return function_of_sums(type(self).__name__).apply(functools.partial(self.sums, way=way), *inputs)
 
-    def evaluate(
-        self,
-        x: Tensor,
-        y: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None,
-        *,
-        ranks: RankGroup,
-        gradients: bool,
-    ) -> LossAndSums:
+    def evaluate(self, inputs: LossInputs, *, ranks: RankGroup, gradients: bool) -> LossAndSums:
         """Check the arguments, and return the loss and its sums. gradients: False if only the loss is used."""
-        return self.sums(
-            x, y, logit_scale, logit_bias, way=self.checked_way(x, y, logit_scale, logit_bias, ranks=ranks)
-        )
+        return self.sums(inputs, way=self.checked_way(inputs, ranks=ranks))
 
-    def sums(self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, way: Way) -> LossAndSums:
+    def sums(self, inputs: LossInputs, *, way: Way) -> LossAndSums:
         """Return the result of `plain_sums`, from a recording if these sizes repeat and are small."""
         plain = functools.partial(self.plain_sums, way=way)
-        if not self.records(x, way):
-            return plain(x, y, logit_scale, logit_bias)
-        return self._recordings.evaluate(plain, way, x, y, logit_scale, logit_bias)
+        return self._recordings.evaluate(plain, way, inputs) if self.records(inputs.x, way) else plain(inputs)
 
-    def plain_sums(
-        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, way: Way
-    ) -> LossAndSums:
+    def plain_sums(self, inputs: LossInputs, *, way: Way) -> LossAndSums:
         """Compute the loss and the sums of its backward pass."""
         raise NotImplementedError
 
@@ -181,12 +185,10 @@ class SummedLoss(BatchLoss):
         """Return whether steps with features like x (b, D) are recorded if they repeat; equal on all ranks."""
         return self.settings.cuda_graphs and is_small(x, way)
 
-    def checked_way(
-        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, ranks: RankGroup
-    ) -> Way:
+    def checked_way(self, inputs: LossInputs, *, ranks: RankGroup) -> Way:
         """Return the way of a step. Raises DataError on all ranks if the arguments do not fit together."""
-        check_features(x, y, logit_scale, logit_bias, settings=self.settings, ranks=ranks)
-        return self.way(x, ranks, self.cost)
+        negatives = check_features(*inputs[:4], inputs[4:], settings=self.settings, ranks=ranks)
+        return replace(self.way(inputs.x, ranks, self.cost), negatives=negatives)
 
 
 def as_scalar(value: Any, features: Tensor) -> Tensor:

@@ -4,6 +4,17 @@
 the positive (docs/mathematics.md). The forward pass computes the statistics in one pass over the batch, and the
 backward pass computes the gradients in another. The terms of the positives are added here, per row.
 
+Variants, which can be combined:
+
+* ids="mask": the log-sum-exps also exclude the entries whose pairs have equal ids.
+* ids="positive": `alpha*s_ii` becomes the mean over P(i), the pairs with the id of pair i, which stay in the
+  log-sum-exps. This is L_out of supervised contrastive learning (Khosla et al. 2020, arXiv:2004.11362, equation 2), in
+  both directions. The difference `alpha * (s_ii - mean over P(i) of s_ip)` is linear in the features of either side:
+  it needs the sums of the features by id, and no tiles.
+* negatives: further columns, which only the log-sum-exps of rows include. Those that belong to one row are products of
+  this rank, joined by logaddexp.
+* symmetric=False: rows only, `1/B sum_i`. weights: a factor of both terms of a pair.
+
 The reduction contract: data-parallel engines average parameter gradients over ranks. So the backward pass of each rank
 returns `W * dL/d(local features)`. Every rank has logit_scale, so each rank returns the whole `dL/d(logit_scale)`. Both
 are exact after averaging.
@@ -16,15 +27,18 @@ from torch import Tensor
 
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.comm.groups import RankGroup
+from megaclip.losses import negatives
 from megaclip.losses.batch_loss import SummedLoss, working_scalar
 from megaclip.losses.compiled_operation import register_loss
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
 from megaclip.losses.first_order import first_order
-from megaclip.losses.sums import LossAndSums, gradient_of_scalar
+from megaclip.losses.segments import sums_of_equal_ids
+from megaclip.losses.settings import ClipLossSettings
+from megaclip.losses.sums import DIFFERENTIABLE, LossAndSums, LossInputs, gradient_of_scalar
 from megaclip.losses.way import Way
 from megaclip.ops.rows import finish_gradient, finish_gradients, softmax_pairs
-from megaclip.ops.types import Terms
+from megaclip.ops.types import Ids, Terms, accumulation_dtype
 
 
 class ClipLoss(SummedLoss):
@@ -33,44 +47,34 @@ class ClipLoss(SummedLoss):
     The constructor takes the arguments of `BatchLoss`, not those of open_clip's ClipLoss.
     """
 
+    settings_model = ClipLossSettings
+    settings: ClipLossSettings
     cost = LOSS_COSTS["clip"]
 
     def used_bias(self, logit_bias: Tensor | float | None, features: Tensor) -> None:
         return None
 
-    def differentiable(
-        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, way: Way
-    ) -> Tensor:
-        needs_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, y, logit_scale))
-        if needs_gradients and self.records(x, way):
-            return super().differentiable(x, y, logit_scale, None, way=way)
-        return _InfoNCE.apply(x, y, logit_scale, way)
+    def differentiable(self, inputs: LossInputs, *, way: Way) -> Tensor:
+        tensors = [tensor for tensor in inputs[:DIFFERENTIABLE] if tensor is not None]
+        needs_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        if needs_gradients and self.records(inputs.x, way):
+            return super().differentiable(inputs, way=way)
+        return _InfoNCE.apply(self.settings, way, *inputs)
 
-    def evaluate(
-        self,
-        x: Tensor,
-        y: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None = None,
-        *,
-        ranks: RankGroup,
-        gradients: bool,
-    ) -> LossAndSums:
+    def evaluate(self, inputs: LossInputs, *, ranks: RankGroup, gradients: bool) -> LossAndSums:
         if gradients:
-            return super().evaluate(x, y, logit_scale, None, ranks=ranks, gradients=True)
-        alpha, way = working_scalar(logit_scale, x), self.checked_way(x, y, logit_scale, None, ranks=ranks)
-        (loss,) = _means_over_ranks(_forward_pass(x, y, alpha, way).loss, way=way)
-        return LossAndSums(loss, *(alpha,) * 6)  # the caller uses only the loss
+            return super().evaluate(inputs, ranks=ranks, gradients=True)
+        alpha, way = working_scalar(inputs.logit_scale, inputs.x), self.checked_way(inputs, ranks=ranks)
+        (loss,) = _means_over_ranks(_forward_pass(inputs, alpha, self.settings, way).loss, way=way)
+        return LossAndSums(loss, *(alpha,) * 7)  # the caller uses only the loss
 
-    def plain_sums(
-        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, way: Way
-    ) -> LossAndSums:
-        alpha = working_scalar(logit_scale, x)
-        forward = _forward_pass(x, y, alpha, way)
-        dx, dy = _backward_pass(x, y, alpha, forward, way)
+    def plain_sums(self, inputs: LossInputs, *, way: Way) -> LossAndSums:
+        x, y, alpha = inputs.x, inputs.y, working_scalar(inputs.logit_scale, inputs.x)
+        forward = _forward_pass(inputs, alpha, self.settings, way)
+        dx, dy, d_negatives = _backward_pass(inputs, alpha, forward, self.settings, way)
         _, dots = finish_gradient(dx, x, y, forward.pull, alpha)
         loss, d_alpha = _means_over_ranks(forward.loss, dots.sum(), way=way)
-        return LossAndSums(loss, dx, dy, forward.pull, alpha, d_alpha, torch.zeros_like(alpha))
+        return LossAndSums(loss, dx, dy, forward.pull, alpha, d_alpha, torch.zeros_like(alpha), d_negatives)
 
 
 ClipLoss.operation = register_loss("clip_loss", ClipLoss)
@@ -83,28 +87,77 @@ class _Forward(NamedTuple):
     y_all: Tensor | None  # (B, D), the columns of all ranks, with the all_gather exchange
     full_2b: Tensor  # log-sum-exp of all, for rows and columns
     pull: Tensor  # (b,), weights of the positives' gradients, without factor alpha
+    shift: Tensor | None  # of the negatives
+    from_positives_2bd: Tensor | None  # gradients of x and y of the difference of s_ii and its mean, without alpha
 
 
-def _weight(x: Tensor) -> float:
-    """Return W/(2B), the weight of a row or column, with the factor W of the contract."""
-    return 1 / (2 * len(x))
+def _weights(inputs: LossInputs, settings: ClipLossSettings) -> float | Tensor:
+    """Return the weight of each row and column, a number or (2, b), with the factor W of the contract."""
+    mean = 1 / len(inputs.x)
+    if inputs.weights is None and settings.symmetric:
+        return mean / 2
+    weights = torch.ones_like(inputs.x[:, 0], dtype=accumulation_dtype(inputs.x))
+    weights = mean * (weights if inputs.weights is None else inputs.weights)
+    return torch.stack((weights / 2, weights / 2) if settings.symmetric else (weights, torch.zeros_like(weights)))
 
 
-def _forward_pass(x: Tensor, y: Tensor, alpha: Tensor, way: Way) -> _Forward:
+def _masked_ids(inputs: LossInputs, settings: ClipLossSettings) -> Ids | None:
+    return (inputs.ids, inputs.ids) if settings.ids == "mask" and inputs.ids is not None else None
+
+
+def _forward_pass(inputs: LossInputs, alpha: Tensor, settings: ClipLossSettings, way: Way) -> _Forward:
+    x, y, weights = inputs.x, inputs.y, _weights(inputs, settings)
     y_all = gather_columns(y, way)
-    row_lse, col_lse = distributed_stats(x, y, alpha, alpha, way=way, y_all=y_all)
-    pairs = softmax_pairs(x, y, row_lse, col_lse, alpha, _weight(x))
-    return _Forward(pairs.losses.sum(), y_all, pairs.full_2m, pairs.pull)
+    row_lse, col_lse = distributed_stats(x, y, alpha, alpha, way=way, y_all=y_all, ids=_masked_ids(inputs, settings))
+    shift, from_positives = None, None
+    if inputs.negatives is not None:
+        lse, shift = negatives.log_sum_exp(inputs, alpha, way)
+        row_lse = torch.logaddexp(row_lse, lse)
+    pairs = softmax_pairs(x, y, row_lse, col_lse, alpha, weights)
+    loss = pairs.losses.sum()
+    if settings.ids == "positive":
+        from_positives = _from_positives(inputs, weights, way, y_all)
+        loss = loss + alpha * (x.to(alpha.dtype) * from_positives[0]).sum()
+    return _Forward(loss, y_all, pairs.full_2m, pairs.pull, shift, from_positives)
 
 
-def _backward_pass(x: Tensor, y: Tensor, alpha: Tensor, forward: _Forward, way: Way) -> tuple[Tensor, Tensor]:
-    """Return the sums over the negatives dx, dy (b, D), without factor alpha."""
-    weight = alpha.new_full((), _weight(x))  # alpha is multiplied in after the sums
+def _from_positives(inputs: LossInputs, weights: float | Tensor, way: Way, y_all: Tensor | None) -> Tensor:
+    """Return the gradients (2, b, D) of `sum_i [v_i (s_ii - mean_p s_ip) + w_i (s_ii - mean_p s_pi)]`.
+
+    v, w: weights of the rows and the columns. p: the pairs with the id of pair i. The sum is `sum_i <x_i, gradient>`.
+    """
+    x, y, ids = inputs.x, inputs.y, inputs.ids
+    assert ids is not None, "check_features requires ids"
+    row, col = (weights, weights) if isinstance(weights, float) else weights.unbind()
+    sums = sums_of_equal_ids(x, y, ids, row, col, way=way, y_all=y_all)
+    row, col = (weight if isinstance(weight, float) else weight[:, None] for weight in (row, col))
+    number = sums.number[:, None]
+    return torch.stack(
+        (
+            (row + col) * y.to(number.dtype) - (row * sums.y + sums.weighted_y) / number,
+            (row + col) * x.to(number.dtype) - (col * sums.x + sums.weighted_x) / number,
+        )
+    )
+
+
+def _backward_pass(
+    inputs: LossInputs, alpha: Tensor, forward: _Forward, settings: ClipLossSettings, way: Way
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums over the negatives dx, dy (b, D) and d_negatives, without factor alpha."""
+    weights = _weights(inputs, settings)  # alpha is multiplied in after the sums
+    row_weight, col_weight = (alpha.new_full((2,), weights) if isinstance(weights, float) else weights).unbind()
     row_full, col_full = forward.full_2b
-    row = Terms(scale=alpha, shift=row_full, weight=weight)
-    col = Terms(scale=alpha, shift=col_full, weight=weight)
-    negatives = distributed_grads(x, y, row, col, way=way, y_all=forward.y_all)
-    return negatives.dx, negatives.dy
+    row = Terms(scale=alpha, shift=row_full, weight=row_weight)
+    col = Terms(scale=alpha, shift=col_full, weight=col_weight)
+    ids = _masked_ids(inputs, settings)
+    found = distributed_grads(inputs.x, inputs.y, row, col, way=way, y_all=forward.y_all, ids=ids)
+    dx, dy, d_negatives = found.dx, found.dy, alpha.new_empty(0)
+    if forward.shift is not None:
+        more, d_negatives = negatives.softmax_gradients(inputs, alpha, row_full, row_weight, forward.shift, way)
+        dx = dx + more
+    if forward.from_positives_2bd is not None:
+        dx, dy = dx + forward.from_positives_2bd[0], dy + forward.from_positives_2bd[1]
+    return dx, dy, d_negatives
 
 
 def _means_over_ranks(*values: Tensor, way: Way) -> tuple[Tensor, ...]:
@@ -119,22 +172,26 @@ class _InfoNCE(torch.autograd.Function):
     """InfoNCE with the statistics pass in the forward and the gradient pass in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, logit_scale: Tensor, way: Way) -> Tensor:
-        alpha = working_scalar(logit_scale, x)
-        forward = _forward_pass(x, y, alpha, way)
-        ctx.way = way
-        ctx.save_for_backward(x, y, logit_scale, *forward[1:])
+    def forward(ctx: Any, settings: ClipLossSettings, way: Way, *tensors: Any) -> Tensor:
+        inputs = LossInputs(*tensors)
+        forward = _forward_pass(inputs, working_scalar(inputs.logit_scale, inputs.x), settings, way)
+        ctx.settings, ctx.way = settings, way
+        ctx.save_for_backward(*tensors, *forward[1:])
         (loss,) = _means_over_ranks(forward.loss, way=way)
         return loss
 
     @staticmethod
     @first_order("ClipLoss")
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        x, y, logit_scale, *forward = ctx.saved_tensors
-        alpha = working_scalar(logit_scale, x)
-        kept = _Forward(d_loss, *forward)
-        totals = _backward_pass(x, y, alpha, kept, ctx.way)
-        dx, dy, dots = finish_gradients(*totals, x, y, kept.pull, alpha, d_loss)
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        count = len(LossInputs._fields)
+        inputs, kept = LossInputs(*ctx.saved_tensors[:count]), _Forward(d_loss, *ctx.saved_tensors[count:])
+        x, y, alpha = inputs.x, inputs.y, working_scalar(inputs.logit_scale, inputs.x)
+        dx, dy, d_negatives = _backward_pass(inputs, alpha, kept, ctx.settings, ctx.way)
         # L is a function of alpha*x, so alpha * dL/d(alpha) = sum_i <x_i, dL/dx_i>. The dots lack this factor alpha.
+        dx, dy, dots = finish_gradients(dx, dy, x, y, kept.pull, alpha, d_loss)
         (d_alpha,) = _means_over_ranks(dots.sum(), way=ctx.way)
-        return dx, dy, gradient_of_scalar(d_alpha * d_loss, logit_scale), None
+        d_scale = gradient_of_scalar(d_alpha * d_loss, inputs.logit_scale)
+        if inputs.negatives is not None:
+            d_negatives = (d_negatives * (alpha * d_loss)).to(inputs.negatives.dtype)
+        gradients = LossInputs(dx, dy, d_scale, negatives=None if inputs.negatives is None else d_negatives)
+        return None, None, *gradients

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megaclip.comm.groups import named
 from megaclip.losses.first_order import first_order
-from megaclip.losses.sums import LossAndSums, finish_gradients
+from megaclip.losses.sums import DIFFERENTIABLE, LossInputs, finish_gradients, saved
 from megaclip.ops.types import accumulation_dtype
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ def _digest_of_source() -> str:
 _SOURCE = _digest_of_source()
 
 
-def traced(loss: SummedLoss, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None) -> Tensor:
-    """Return the loss () as one operation of the compiled graph that is being traced. x, y: local features (b, D)."""
-    tensors = (x, y, logit_scale) if logit_bias is None else (x, y, logit_scale, logit_bias)
+def traced(loss: SummedLoss, inputs: LossInputs) -> Tensor:
+    """Return the loss () as one operation of the compiled graph that is being traced."""
+    tensors = [tensor for tensor in inputs[:DIFFERENTIABLE] if tensor is not None]
     gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return loss.operation(x, y, logit_scale, logit_bias, loss.settings_json, loss.group_name, gradients, _SOURCE)[0]
+    return loss.operation(*inputs, loss.settings_json, loss.group_name, gradients, _SOURCE)[0]
 
 
 def register_loss(name: str, loss_class: type[SummedLoss]) -> Any:
@@ -62,43 +62,41 @@ def register_loss(name: str, loss_class: type[SummedLoss]) -> Any:
         y: Tensor,
         logit_scale: Tensor,
         logit_bias: Tensor | None,
+        negatives: Tensor | None,
+        ids: Tensor | None,
+        negative_ids: Tensor | None,
+        negative_rows: Tensor | None,
+        weights: Tensor | None,
         settings: str,
         group: str,
         gradients: bool,
         source: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        found = construct(settings).evaluate(x, y, logit_scale, logit_bias, ranks=named(group), gradients=gradients)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        inputs = LossInputs(x, y, logit_scale, logit_bias, negatives, ids, negative_ids, negative_rows, weights)
+        found = construct(settings).evaluate(inputs, ranks=named(group), gradients=gradients)
         if not gradients:
-            return found.loss, *(found.loss.new_empty(0) for _ in range(6))  # type: ignore[return-value]
+            return found.loss, *(found.loss.new_empty(0) for _ in range(7))  # type: ignore[return-value]
         # Results of an operation must not share memory with each other or with its arguments.
-        loss, dx, dy, pull, *numbers = found
-        copies = (number.to(x.device, copy=True) for number in numbers)
+        loss, dx, dy, pull, *others = found
+        copies = (other.to(x.device, copy=True) for other in others)
         return loss, dx, dy, pull, *copies  # type: ignore[return-value]
 
-    def fake(
-        x: Tensor,
-        y: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None,
-        settings: str,
-        group: str,
-        gradients: bool,
-        source: str,
-    ) -> tuple[Tensor, ...]:
+    def fake(x: Tensor, y: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        negatives, gradients = others[2], others[-2]
         sums = x.new_empty((), dtype=accumulation_dtype(x))
-        shapes = (x.shape, y.shape, x.shape[:1], (), (), ()) if gradients else ((0,),) * 6
+        last = (0,) if negatives is None else negatives.shape
+        shapes = (x.shape, y.shape, x.shape[:1], (), (), (), last) if gradients else ((0,),) * 7
         return sums, *(sums.new_empty(shape) for shape in shapes)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(*inputs[:4], *output[1:])
+        ctx.save_for_backward(*inputs[: len(LossInputs._fields)], *output[1:])
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
 
     @first_order(loss_class.__name__)
     def backward(ctx: Any, d_loss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        x, y, logit_scale, logit_bias, *sums = ctx.saved_tensors
-        arguments = (LossAndSums(d_loss, *sums), x, y, logit_scale, logit_bias)
-        return *finish_gradients(d_loss, *arguments, torch.ops.megaclip.finish_gradients), *(None,) * 4
+        finish = torch.ops.megaclip.finish_gradients
+        return *finish_gradients(d_loss, *saved(d_loss, ctx), finish), *(None,) * 4
 
     # Ranks exchange messages through their hosts, which a CUDA graph cannot repeat. Older versions of PyTorch lack the
     # tag.

@@ -20,8 +20,9 @@ sent.
 
 This module is independent of the loss. Scale, shift and weight come from the caller (docs/mathematics.md): one value
 per row or column, or a number that is equal on all ranks. The positives (row i with column i of the global matrix) are
-excluded. Autograd cannot differentiate these functions: call them in the forward and backward of a
-`torch.autograd.Function`.
+excluded, and with ids the entries whose row and column have equal ids. With `positives=False` the columns are not the
+partners of the rows: nothing is excluded as a positive, and each rank has n columns, with n equal on all ranks.
+Autograd cannot differentiate these functions: call them in the forward and backward of a `torch.autograd.Function`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from megaclip.comm.collectives import gather_rows, reduce_scatter_log_sum_exp, r
 from megaclip.comm.ring import Carried, Tensors, circulate
 from megaclip.losses.way import Way
 from megaclip.ops.tiles import tile_grads, tile_sigmoid, tile_stats
-from megaclip.ops.types import Scalars, Terms
+from megaclip.ops.types import Ids, Scalars, Terms
 
 
 class BatchGrads(NamedTuple):
@@ -70,7 +71,15 @@ def gather_columns(y: Tensor, way: Way) -> Tensor | None:
 
 
 def distributed_stats(
-    x: Tensor, y: Tensor, row_scale: Scalars, col_scale: Scalars, *, way: Way, y_all: Tensor | None
+    x: Tensor,
+    y: Tensor,
+    row_scale: Scalars,
+    col_scale: Scalars,
+    *,
+    way: Way,
+    y_all: Tensor | None,
+    ids: Ids | None = None,
+    positives: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exp over the whole batch of this rank's rows (b,) and columns (b,), without the positives.
 
@@ -78,26 +87,38 @@ def distributed_stats(
     `col_lse_j = log sum_{i != j} exp(col_scale_j*s_ij)` over all B rows.
 
     x, y: local features (b, D). Scales: one value per local row or column (b,), or a number that is equal on all ranks.
-    y_all: the result of `gather_columns`.
+    y_all: the result of `gather_columns`. ids: those of the local rows and columns; None excludes positives only.
     """
     x, y = _as_sent(x, y, way)
-    values = _PerSample((col_scale,))
+    row_ids, col_ids = ids or (None, None)
+    values = _PerSample((col_scale, col_ids))
     if y_all is None:
-        return _ring_stats(x, y, row_scale, values, way)
-    (scale_all,) = values.gathered(way)
-    offset = way.ranks.rank * len(x)
-    row_lse, col_part = tile_stats(x, y_all, row_scale, scale_all, diagonal=offset, options=way.tiles)
+        return _ring_stats(x, y, row_scale, values, way, row_ids, positives)
+    scale_all, ids_all = values.gathered(way)
+    offset = way.ranks.rank * len(x) if positives else None
+    options: dict[str, Any] = {"diagonal": offset, "ids": _pair(row_ids, ids_all), "options": way.tiles}
+    row_lse, col_part = tile_stats(x, y_all, row_scale, scale_all, **options)
     return row_lse, reduce_scatter_log_sum_exp(col_part, group=way.ranks)
 
 
-def distributed_grads(x: Tensor, y: Tensor, row: Terms, col: Terms, *, way: Way, y_all: Tensor | None) -> BatchGrads:
+def distributed_grads(
+    x: Tensor,
+    y: Tensor,
+    row: Terms,
+    col: Terms,
+    *,
+    way: Way,
+    y_all: Tensor | None,
+    ids: Ids | None = None,
+    positives: bool = True,
+) -> BatchGrads:
     """Return the gradient tile summed over the whole batch, for this rank's rows and columns.
 
     With `P_ij` of `megaclip.ops.tiles.tile_grads`: `dx_i = sum over all j != i of P_ij y_j` and `dy_j = sum over all
     i != j of P_ij x_i`. The dots are sums over the whole batch too. The results carry no factor W.
 
-    x, y: local features (b, D). row, col: per local row or column (b,), or numbers that are equal on all ranks. y_all:
-    the result of `gather_columns`.
+    x, y: local features (b, D). row, col: per local row or column (b,), or numbers that are equal on all ranks. y_all,
+    ids: as in `distributed_stats`.
     """
 
     def tile(x: Tensor, y: Tensor, row: Sequence[Scalars], col: Sequence[Scalars], **options: Any) -> _Gradients:
@@ -105,21 +126,31 @@ def distributed_grads(x: Tensor, y: Tensor, row: Terms, col: Terms, *, way: Way,
         dx, dy, row_dot, col_dot = tile_grads(x, y, Terms(*row), Terms(*col), **options)
         return dx, dy, _given(row_dot), _given(col_dot)
 
-    dx, dy, row_dots, col_dots = _gradients(tile, *_as_sent(x, y, way), row, col, way, y_all)
+    dx, dy, row_dots, col_dots = _gradients(tile, *_as_sent(x, y, way), row, col, way, y_all, ids, positives)
     return BatchGrads(dx, dy, *(row_dots or (None,)), *(col_dots or (None,)))
 
 
-def distributed_sigmoid(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, way: Way) -> BatchSigmoid:
+def distributed_sigmoid(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    *,
+    way: Way,
+    ids: Ids | None = None,
+    positives: bool = True,
+) -> BatchSigmoid:
     """Return the sums of the sigmoid loss over the negatives of this rank's rows and columns.
 
-    x, y: local features (b, D). scale, bias: one element each. The results carry no factor W.
+    x, y: local features (b, D). scale, bias: one element each. ids: as in `distributed_stats`. The results carry no
+    factor W.
     """
 
     def tile(x: Tensor, y: Tensor, row: Sequence[Scalars], col: Sequence[Scalars], **options: Any) -> _Gradients:
         row_loss, dx, dy, row_dot, row_sum = tile_sigmoid(x, y, scale, bias, options=way.tiles, **options)
         return dx, dy, (row_loss, row_dot, row_sum), ()
 
-    dx, dy, (row_loss, row_dot, row_sum), _ = _gradients(tile, x, y, (), (), way, None)
+    dx, dy, (row_loss, row_dot, row_sum), _ = _gradients(tile, x, y, (), (), way, None, ids, positives)
     return BatchSigmoid(row_loss, dx, dy, row_dot, row_sum)
 
 
@@ -131,14 +162,23 @@ def _gradients(
     col: Sequence[Scalars],
     way: Way,
     y_all: Tensor | None,
+    ids: Ids | None,
+    positives: bool,
 ) -> _Gradients:
     """Return the results of `tile` for this rank's rows and columns, summed over the whole batch."""
-    rows, cols = _PerSample(row), _PerSample(col)
+    row_ids, col_ids = ids or (None, None)
+    rows, cols = _PerSample((*row, row_ids)), _PerSample((*col, col_ids))
+
+    def run(x: Tensor, y: Tensor, row: Sequence[Any], col: Sequence[Any], **options: Any) -> _Gradients:
+        if not positives:
+            options["diagonal"] = None
+        return tile(x, y, row[:-1], col[:-1], ids=_pair(row[-1], col[-1]), **options)
+
     if way.exchange == "all_gather":
         return (_gathered_feature if way.reduction == "feature" else _gathered_scalar)(
-            tile, x, y, rows, cols, way, y_all
+            run, x, y, rows, cols, way, y_all
         )
-    return (_ring_feature if way.reduction == "feature" else _ring_scalar)(tile, x, y, rows, cols, way)
+    return (_ring_feature if way.reduction == "feature" else _ring_scalar)(run, x, y, rows, cols, way)
 
 
 def _as_sent(x: Tensor, y: Tensor, way: Way) -> tuple[Tensor, Tensor]:
@@ -148,14 +188,23 @@ def _as_sent(x: Tensor, y: Tensor, way: Way) -> tuple[Tensor, Tensor]:
     return x.to(way.payload).to(x.dtype), y.to(way.payload).to(y.dtype)
 
 
-def _ring_stats(x: Tensor, y: Tensor, row_scale: Scalars, values: _PerSample, way: Way) -> tuple[Tensor, Tensor]:
+def _ring_stats(
+    x: Tensor,
+    y: Tensor,
+    row_scale: Scalars,
+    values: _PerSample,
+    way: Way,
+    row_ids: Tensor | None,
+    positives: bool,
+) -> tuple[Tensor, Tensor]:
     """Send y and its scale around the ring. Each column's log-sum-exp is sent with them and returns to its owner."""
     row_lse: Tensor | None = None
     col_lse = Carried(_merge_log_sum_exp, group=way.ranks)
     for owner, (y_block, *moved) in circulate((y, *values.vectors), **_transfer(way)):
-        (col_scale,) = values.joined(moved)
-        diagonal = 0 if owner == way.ranks.rank else None
-        row_part, col_part = tile_stats(x, y_block, row_scale, col_scale, diagonal=diagonal, options=way.tiles)
+        col_scale, col_ids = values.joined(moved)
+        diagonal = 0 if positives and owner == way.ranks.rank else None
+        options: dict[str, Any] = {"diagonal": diagonal, "ids": _pair(row_ids, col_ids), "options": way.tiles}
+        row_part, col_part = tile_stats(x, y_block, row_scale, col_scale, **options)
         row_lse = row_part if row_lse is None else torch.logaddexp(row_lse, row_part)
         col_lse.add((col_part,))
     assert row_lse is not None, "a ring has at least one block"
@@ -223,23 +272,27 @@ def _transfer(way: Way) -> dict[str, Any]:
 
 
 class _PerSample:
-    """Values of one direction. Vectors, (b,), are sent with the features; numbers are equal on all ranks."""
+    """Values of one direction. Vectors, (b,), are sent with the features; numbers, and None, are equal on all ranks."""
 
-    def __init__(self, values: Sequence[Scalars]) -> None:
+    def __init__(self, values: Sequence[Scalars | None]) -> None:
         self.values = values
         self.vectors: Tensors = tuple(value for value in values if _is_vector(value))
 
-    def joined(self, vectors: Sequence[Tensor]) -> list[Scalars]:
+    def joined(self, vectors: Sequence[Tensor]) -> list[Any]:
         """Return all values, with the vectors replaced by those of another rank."""
         moved = iter(vectors)
         return [next(moved) if _is_vector(value) else value for value in self.values]
 
-    def gathered(self, way: Way) -> list[Scalars]:
+    def gathered(self, way: Way) -> list[Any]:
         """Return all values, with the vectors gathered from all ranks, (B,)."""
         return self.joined([gather_rows(vector, group=way.ranks) for vector in self.vectors])
 
 
-def _is_vector(value: Scalars) -> TypeGuard[Tensor]:
+def _pair(row_ids: Tensor | None, col_ids: Tensor | None) -> Ids | None:
+    return None if row_ids is None or col_ids is None else (row_ids, col_ids)
+
+
+def _is_vector(value: Scalars | None) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dim() == 1
 
 

@@ -140,6 +140,17 @@ class StandaloneFastClipSettings(StandaloneSettings, FastClipSettings):
 class BatchLossSettings(StandaloneSettings):
     """Settings of a `ClipLoss` or `SigLipLoss` that is constructed in Python."""
 
+    ids: Literal["ignore", "mask", "positive"] = "ignore"
+    """Meaning of equal ids of two pairs of the batch. "mask": they are no negatives of each other. "positive": they are
+    positives of each other, each with the same weight. "ignore": there are no ids."""
+
     cuda_graphs: bool = True
     """Run the kernels of small batches on GPUs as CUDA graphs, except with the exchange "ring". Results have the same
     bits. `megaclip.losses.small_batches` documents the limits."""
+
+
+class ClipLossSettings(BatchLossSettings):
+    """Settings of a `ClipLoss` that is constructed in Python."""
+
+    symmetric: bool = True
+    """True: mean of both directions. False: only from images to texts, or from queries to documents."""

@@ -5,20 +5,26 @@ arXiv:2303.15343, equation 1). The entries are independent of each other, so the
 gradients in one pass over the tiles. The terms of the positives are added here, per row. The loss and all sums are
 float32 (float64 for float64 features).
 
+With ids="mask" the second sum leaves out the entries whose pairs have equal ids. With ids="positive" these entries have
+the term softplus(-z_ij) of a positive. Negatives add softplus(z) of their logits.
+
 The reduction contract is that of `megaclip.losses.clip`: the backward pass of each rank returns
 `W * dL/d(local features)`, and the whole `dL/d(logit_scale)` and `dL/d(logit_bias)`.
 """
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from megaclip.comm.collectives import sum_over_ranks
+from megaclip.comm.groups import RankGroup
+from megaclip.errors import DataError
+from megaclip.losses import negatives
 from megaclip.losses.batch_loss import SummedLoss, working_scalar
 from megaclip.losses.compiled_operation import register_loss
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.distributed_tiles import distributed_sigmoid
-from megaclip.losses.sums import LossAndSums
+from megaclip.losses.segments import sums_of_equal_ids
+from megaclip.losses.sums import LossAndSums, LossInputs
 from megaclip.losses.way import Way
 from megaclip.ops.rows import paired_products
 
@@ -31,26 +37,44 @@ class SigLipLoss(SummedLoss):
 
     cost = LOSS_COSTS["siglip"]
 
-    def plain_sums(
-        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, way: Way
-    ) -> LossAndSums:
-        assert logit_bias is not None, "used_bias makes a tensor of it"
-        b = len(x)
-        alpha, beta = working_scalar(logit_scale, x), working_scalar(logit_bias, x)
-        negatives = distributed_sigmoid(x, y, alpha, beta, way=way)
+    def checked_way(self, inputs: LossInputs, *, ranks: RankGroup) -> Way:
+        way = super().checked_way(inputs, ranks=ranks)
+        if inputs.weights is not None:
+            raise DataError("weights are given to SigLipLoss, whose terms belong to single entries; use ClipLoss")
+        return way
+
+    def plain_sums(self, inputs: LossInputs, *, way: Way) -> LossAndSums:
+        x, y, ids = inputs.x, inputs.y, inputs.ids
+        assert inputs.logit_bias is not None, "used_bias makes a tensor of it"
+        alpha, beta = working_scalar(inputs.logit_scale, x), working_scalar(inputs.logit_bias, x)
+        masked = (ids, ids) if ids is not None and self.settings.ids == "mask" else None
+        row_loss, dx, dy, row_dot, row_sum = distributed_sigmoid(x, y, alpha, beta, way=way, ids=masked)
+        d_negatives = alpha.new_empty(0)
+        if inputs.negatives is not None:
+            more = negatives.sigmoid_sums(inputs, alpha, beta, way)
+            d_negatives = more.dy
+            dx, row_loss = dx + more.dx, row_loss + more.row_loss
+            row_dot, row_sum = row_dot + more.row_dot, row_sum + more.row_sum
         s_ii = paired_products(x, y)
+        if ids is not None and self.settings.ids == "positive":
+            # softplus(-z) = softplus(z) - z, for the entries that the tiles took as negatives.
+            sums = sums_of_equal_ids(x, y, ids, way=way)
+            others_x, others_y = sums.x - x.to(alpha.dtype), sums.y - y.to(alpha.dtype)
+            dots, count = (x.to(alpha.dtype) * others_y).sum(1), sums.number - 1
+            dx, dy = dx - others_y, dy - others_x
+            row_loss, row_dot, row_sum = row_loss - alpha * dots - beta * count, row_dot - dots, row_sum - count
         z_ii = alpha * s_ii + beta
         pull = torch.sigmoid(-z_ii)
         local_sums = torch.stack(
             [
-                (negatives.row_loss + F.softplus(-z_ii, threshold=50)).sum(),
-                (negatives.row_dot - pull * s_ii).sum(),
-                (negatives.row_sum - pull).sum(),
+                (row_loss + F.softplus(-z_ii, threshold=50)).sum(),
+                (row_dot - pull * s_ii).sum(),
+                (row_sum - pull).sum(),
             ]
         )
-        loss, d_alpha, d_beta = (sum_over_ranks(local_sums, group=way.ranks) / (b * way.ranks.size)).unbind()
+        loss, d_alpha, d_beta = (sum_over_ranks(local_sums, group=way.ranks) / (len(x) * way.ranks.size)).unbind()
         # The factor is W/B, with the factor W of the contract.
-        return LossAndSums(loss.clone(), negatives.dx, negatives.dy, pull, alpha / b, d_alpha, d_beta)
+        return LossAndSums(loss.clone(), dx, dy, pull, alpha / len(x), d_alpha, d_beta, d_negatives)
 
 
 SigLipLoss.operation = register_loss("siglip_loss", SigLipLoss)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megaclip.comm.recording import Recording
 from megaclip.logging import get_logger, log_once
-from megaclip.losses.sums import Evaluate, LossAndSums
+from megaclip.losses.sums import Evaluate, LossAndSums, LossInputs
 from megaclip.losses.way import Way
 from megaclip.ops.tiles import implementation_for
 from megaclip.ops.types import accumulation_dtype
@@ -56,39 +56,41 @@ class Recordings:
         """Reduce to an empty object: a copy of a loss starts without recordings."""
         return Recordings, ()
 
-    def evaluate(
-        self, plain: Evaluate, way: Way, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None
-    ) -> LossAndSums:
+    def evaluate(self, plain: Evaluate, way: Way, inputs: LossInputs) -> LossAndSums:
         """Return the result of `plain`, from a recording if these sizes repeat."""
+        x = inputs.x
         stream = torch.cuda.current_stream(x.device).cuda_stream  # replays on two streams would share buffers
-        key = (x.shape, x.dtype, x.device, stream, way)
+        # A scale or bias of any shape and device is copied; of the others the shape counts.
+        shapes = tuple(None if tensor is None else tensor.shape for tensor in inputs[4:])
+        key = (x.shape, x.dtype, x.device, shapes, stream, way)
         if key not in self._recordings:
             self._calls[key] += 1
             if self._calls[key] <= _PLAIN_CALLS:
-                return plain(x, y, logit_scale, logit_bias)
-            self._record(key, plain, x, logit_bias is not None)
-        return self._recordings[key](x, y, logit_scale, logit_bias)
+                return plain(inputs)
+            self._record(key, plain, inputs)
+        return self._recordings[key](inputs)
 
-    def _record(self, key: Any, plain: Evaluate, like: Tensor, has_bias: bool) -> None:
+    def _record(self, key: Any, plain: Evaluate, like: LossInputs) -> None:
         if len(self._recordings) == _MOST_RECORDINGS:
             oldest = next(iter(self._recordings))
             del self._recordings[oldest], self._calls[oldest]
-        log_once(_logger.info, f"loss: the kernels of batches of {len(like)} per rank run as CUDA graphs")
-        self._recordings[key] = _SmallBatch(plain, like, has_bias)
+        log_once(_logger.info, f"loss: the kernels of batches of {len(like.x)} per rank run as CUDA graphs")
+        self._recordings[key] = _SmallBatch(plain, like)
 
 
 class _SmallBatch:
-    """A recording for features of one shape, dtype and device."""
+    """A recording for inputs of these shapes, dtypes and devices."""
 
-    def __init__(self, plain: Evaluate, like: Tensor, has_bias: bool) -> None:
-        x, y = (like.new_empty(like.shape) for _ in range(2))
-        scale, bias = (like.new_empty((), dtype=accumulation_dtype(like)) for _ in range(2))
-        self._arguments = (x, y, scale, bias if has_bias else None)
-        with torch.cuda.device(like.device):
-            self._recording = Recording(lambda: plain(*self._arguments))
+    def __init__(self, plain: Evaluate, like: LossInputs) -> None:
+        scale, bias = (like.x.new_empty((), dtype=accumulation_dtype(like.x)) for _ in range(2))
+        x, y, _, _, *others = (None if tensor is None else tensor.new_empty(tensor.shape) for tensor in like)
+        assert x is not None and y is not None
+        self._inputs = LossInputs(x, y, scale, None if like.logit_bias is None else bias, *others)
+        with torch.cuda.device(like.x.device):
+            self._recording = Recording(lambda: plain(self._inputs))
 
-    def __call__(self, *arguments: Tensor | None) -> LossAndSums:
-        kept, new = ([tensor for tensor in tensors if tensor is not None] for tensors in (self._arguments, arguments))
+    def __call__(self, inputs: LossInputs) -> LossAndSums:
+        kept, new = ([tensor for tensor in tensors if tensor is not None] for tensors in (self._inputs, inputs))
         torch._foreach_copy_(kept, [tensor.reshape(old.shape) for tensor, old in zip(new, kept, strict=True)])
         self._recording.replay()
         results = [torch.empty_like(result) for result in self._recording.results]

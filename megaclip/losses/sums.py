@@ -15,6 +15,24 @@ from megaclip.losses.first_order import first_order
 from megaclip.ops.rows import finish_gradients as finish_both
 
 
+class LossInputs(NamedTuple):
+    """Tensors of one call of `ClipLoss` or `SigLipLoss`, which documents them. b local samples, e negatives."""
+
+    x: Tensor  # (b, D)
+    y: Tensor  # (b, D)
+    logit_scale: Tensor
+    logit_bias: Tensor | None = None
+    negatives: Tensor | None = None  # (e, D); the loss has a gradient with respect to the tensors so far
+    ids: Tensor | None = None  # (b,)
+    negative_ids: Tensor | None = None  # (e,)
+    negative_rows: Tensor | None = None  # (e,)
+    weights: Tensor | None = None  # (b,)
+
+
+DIFFERENTIABLE = 5
+"""Number of the inputs with respect to which the loss has a gradient."""
+
+
 class LossAndSums(NamedTuple):
     """The loss and everything that its backward pass needs besides its arguments, in the dtype of sums."""
 
@@ -32,26 +50,32 @@ class LossAndSums(NamedTuple):
     """() gradient of logit_scale."""
     d_beta: Tensor
     """() gradient of logit_bias."""
+    d_negatives: Tensor
+    """(e, D) sum of this rank's negatives, without `factor`; (0,) without negatives."""
 
 
 def finish_gradients(
     d_loss: Tensor,
     sums: LossAndSums,
-    x: Tensor,
-    y: Tensor,
-    logit_scale: Tensor,
-    logit_bias: Tensor | None,
+    inputs: LossInputs,
     finish: Callable[..., tuple[Tensor, Tensor, Tensor]] = finish_both,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of x, y (b, D), logit_scale and logit_bias, in their dtypes and shapes.
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of all inputs, in their dtypes and shapes; None where there is none.
 
     d_loss: (), the upstream gradient. sums: its field `loss` is not used.
     """
+    x, y, logit_scale, logit_bias, negatives, *others = inputs
     dx, dy, _ = finish(sums.dx, sums.dy, x, y, sums.pull, sums.factor, d_loss)
     d_scale = gradient_of_scalar(sums.d_alpha * d_loss, logit_scale)
-    if logit_bias is None:
-        return dx, dy, d_scale, None
-    return dx, dy, d_scale, gradient_of_scalar(sums.d_beta * d_loss, logit_bias)
+    d_bias = None if logit_bias is None else gradient_of_scalar(sums.d_beta * d_loss, logit_bias)
+    d_negatives = None if negatives is None else (sums.d_negatives * (sums.factor * d_loss)).to(negatives.dtype)
+    return dx, dy, d_scale, d_bias, d_negatives, *(None for _ in others)
+
+
+def saved(d_loss: Tensor, ctx: Any) -> tuple[LossAndSums, LossInputs]:
+    """Return what `ctx.save_for_backward(*inputs, *sums)` without the loss has saved; d_loss replaces the loss."""
+    count = len(LossInputs._fields)
+    return LossAndSums(d_loss, *ctx.saved_tensors[count:]), LossInputs(*ctx.saved_tensors[:count])
 
 
 def gradient_of_scalar(gradient: Tensor, scalar: Tensor) -> Tensor:
@@ -59,30 +83,26 @@ def gradient_of_scalar(gradient: Tensor, scalar: Tensor) -> Tensor:
     return gradient.to(scalar.device, scalar.dtype).reshape(scalar.shape)
 
 
-Evaluate = Callable[[Tensor, Tensor, Tensor, Tensor | None], LossAndSums]
-"""Function of x, y (b, D), logit_scale and logit_bias."""
+Evaluate = Callable[[LossInputs], LossAndSums]
 
 
 @functools.cache
 def function_of_sums(name: str) -> type[torch.autograd.Function]:
-    """Return the autograd function of (x, y, logit_scale, logit_bias, evaluate), whose value is the loss ().
+    """Return the autograd function of (evaluate, *LossInputs), whose value is the loss ().
 
     name: name of the loss, for the error of a second derivative.
     """
 
     class Function(torch.autograd.Function):
         @staticmethod
-        def forward(
-            ctx: Any, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, evaluate: Evaluate
-        ) -> Tensor:
-            loss, *sums = evaluate(x, y, logit_scale, logit_bias)
-            ctx.save_for_backward(x, y, logit_scale, logit_bias, *sums)
+        def forward(ctx: Any, evaluate: Evaluate, *inputs: Any) -> Tensor:
+            loss, *sums = evaluate(LossInputs(*inputs))
+            ctx.save_for_backward(*inputs, *sums)
             return loss
 
         @staticmethod
         @first_order(name)
         def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-            x, y, logit_scale, logit_bias, *sums = ctx.saved_tensors
-            return *finish_gradients(d_loss, LossAndSums(d_loss, *sums), x, y, logit_scale, logit_bias), None
+            return None, *finish_gradients(d_loss, *saved(d_loss, ctx))
 
     return Function

@@ -58,6 +58,8 @@ class Way:
     """True if the tiles return row_dot and col_dot, which only per-sample temperatures need."""
     payload: torch.dtype | None = None
     """Dtype in which ranks exchange features and their gradients. None: features keep theirs, gradients are float32."""
+    negatives: int = 0
+    """Rows of the negatives that each rank sends: the largest number of all ranks."""
 
 
 class Choice(NamedTuple):

@@ -20,7 +20,7 @@ class SoftmaxPairs(NamedTuple):
     """Terms that the positives add to InfoNCE, in the dtype of sums."""
 
     losses: Tensor
-    """(m,) weight * (row_full_i + col_full_i - 2 z_ii), with z_ii the logit of the positive."""
+    """(m,) weight * (row_full_i + col_full_i - 2 z_ii), with z_ii the logit of the positive and equal weights."""
     full_2m: Tensor
     """(2, m) row_full and col_full, the log-sum-exp over negatives and positive."""
     pull: Tensor
@@ -35,18 +35,21 @@ def paired_products(x: Tensor, y: Tensor) -> Tensor:
     return (x.to(dtype) * y.to(dtype)).sum(dim=1)
 
 
-def softmax_pairs(x: Tensor, y: Tensor, row_lse: Tensor, col_lse: Tensor, scale: Tensor, weight: float) -> SoftmaxPairs:
+def softmax_pairs(
+    x: Tensor, y: Tensor, row_lse: Tensor, col_lse: Tensor, scale: Tensor, weight: float | Tensor
+) -> SoftmaxPairs:
     """Return the terms of the positives `z_ii = scale * <x_i, y_i>`, without cancellation when p_ii is near 1.
 
     x, y: (m, D). row_lse, col_lse: (m,), the log-sum-exp over the negatives, in the dtype of sums. scale: one element
-    of that dtype.
+    of that dtype. weight: that of all rows and columns, or (2, m), those of the rows and those of the columns.
     """
-    if kernels := _kernels(x):
+    if isinstance(weight, float) and (kernels := _kernels(x)):
         return SoftmaxPairs(*kernels.softmax_pairs(x, y, row_lse, col_lse, scale, weight))
     positive = scale * paired_products(x, y)
     gaps_2m = torch.stack((row_lse, col_lse)) - positive
     losses_2m = F.softplus(gaps_2m, threshold=50)  # PyTorch's default threshold, 20, is not exact in float64
-    return SoftmaxPairs(weight * losses_2m.sum(0), positive + losses_2m, weight * torch.sigmoid(gaps_2m).sum(0))
+    losses, pull = ((weight * values_2m).sum(0) for values_2m in (losses_2m, torch.sigmoid(gaps_2m)))
+    return SoftmaxPairs(losses, positive + losses_2m, pull)
 
 
 def finish_gradient(

@@ -141,12 +141,15 @@ def _without_equal_ids(t, row_ids_ptr, col_ids_ptr, row0, col0, m, n, BLOCK_M: t
     row_ids = tl.load(row_ids_ptr + rows, mask=rows < m, other=0)
     col_ids = tl.load(col_ids_ptr + cols, mask=cols < n, other=0)
     no_negative = col_ids == NO_NEGATIVE
-    may_be_equal = row_ids.to(tl.int32)[:, None] == col_ids.to(tl.int32)[None, :]
-    if tl.max((may_be_equal | no_negative[None, :]).to(tl.int32)) > 0:
-        # `t == t` gives the ids the layout of t. Otherwise the result of the comparison would need shared memory.
-        row_ids_of_t = tl.where(t == t, row_ids[:, None], 0)
-        col_mask = tl.where(no_negative, MASKED, 0.0)
-        t = tl.where(row_ids_of_t == col_ids[None, :], MASKED, t + col_mask[None, :])
+    row_low, row_high = row_ids.to(tl.int32), (row_ids >> 32).to(tl.int32)
+    col_low, col_high = col_ids.to(tl.int32), (col_ids >> 32).to(tl.int32)
+    may_be_equal = (row_low[:, None] == col_low[None, :]) | no_negative[None, :]
+    if tl.max(may_be_equal.to(tl.int32)) > 0:
+        # `t == t` gives the ids the layout of t. Otherwise the result of the comparison, and ids of 64 bits, would need
+        # so much shared memory that only one program of the gradients fits a multiprocessor.
+        low = tl.where(t == t, row_low[:, None], 0) == col_low[None, :]
+        high = tl.where(t == t, row_high[:, None], 0) == col_high[None, :]
+        t = tl.where(low & high, MASKED, t + tl.where(no_negative, MASKED, 0.0)[None, :])
     return t
 
 

@@ -17,6 +17,7 @@ import megaclip
 from megaclip import losses
 from megaclip.comm.groups import resolve
 from megaclip.losses import ClipLoss, FastClipLoss, SigLipLoss
+from megaclip.losses.sums import LossInputs
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -91,21 +92,23 @@ def test_a_second_derivative_of_a_compiled_loss_is_refused(backend: str, error: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("loss", [ClipLoss(tile_budget_mib=0.01), SigLipLoss(precision="auto")], ids=str)
+@pytest.mark.parametrize("loss", [ClipLoss(tile_budget_mib=0.01, ids="mask"), SigLipLoss(ids="positive")], ids=str)
 def test_operations(loss: ClipLoss | SigLipLoss, dtype: torch.dtype) -> None:
     """Run PyTorch's checks of an operation: schema, shared memory, fake results, and the trace of both passes."""
     sums = torch.promote_types(dtype, torch.float32)
     scale, bias = (torch.tensor(number, dtype=sums, requires_grad=True) for number in (4.0, -1.0))
     operation = torch.ops.megaclip.clip_loss if isinstance(loss, ClipLoss) else torch.ops.megaclip.siglip_loss
     for gradients in (True, False):
-        leaves = [tensor if gradients else tensor.detach() for tensor in (*batch(dtype), scale, bias)]
-        torch.library.opcheck(operation, (*leaves, loss.settings_json, loss.group_name, gradients, "source"))
+        x, y = batch(dtype)
+        leaves = [tensor if gradients else tensor.detach() for tensor in (x, y, scale, bias, y[:3].detach().clone())]
+        further = (torch.arange(6) // 2, torch.arange(3), None, None)
+        torch.library.opcheck(operation, (*leaves, *further, loss.settings_json, loss.group_name, gradients, "source"))
 
 
 def test_an_operation_without_gradients_computes_the_statistics_only() -> None:
     x, y = (features.detach() for features in batch())
     with FlopCounterMode(display=False) as counter:
-        ClipLoss().evaluate(x, y, torch.tensor(4.0), ranks=resolve(), gradients=False)
+        ClipLoss().evaluate(LossInputs(x, y, torch.tensor(4.0)), ranks=resolve(), gradients=False)
     assert counter.get_total_flops() == 2 * len(x) ** 2 * x.shape[1]
 
 
@@ -137,9 +140,9 @@ def test_another_version_does_not_run_the_code_that_was_compiled_for_the_first(t
     """PyTorch caches compiled code on disk. A copy of the package with negated gradients shares this cache."""
     shutil.copytree(REPOSITORY / "megaclip", tmp_path / "megaclip", ignore=shutil.ignore_patterns("__pycache__"))
     sums = tmp_path / "megaclip" / "losses" / "sums.py"
-    result = "return dx, dy, d_scale, None"
+    result = "return dx, dy, d_scale, d_bias"
     assert result in sums.read_text()
-    sums.write_text(sums.read_text().replace(result, "return -dx, dy, d_scale, None"))
+    sums.write_text(sums.read_text().replace(result, "return -dx, dy, d_scale, d_bias"))
     code = (
         "import torch\nfrom torch._dynamo.utils import counters\nfrom megaclip import ClipLoss\n"
         "x = torch.eye(3).requires_grad_()\nloss = torch.compile(ClipLoss(), fullgraph=True)\n"
