@@ -16,6 +16,12 @@ A method whose package is not installed gets a line with the error. Columns of t
 A GPU at its power limit is slower than an idle one, and its speed drifts. Each method is therefore measured alternately
 with the product, and the share is calculated from the medians of both.
 
+The methods "megaclip ids" and "megaclip 1000 ids" run with ids="mask": without equal ids, which gives the same loss as
+without ids, and with ids of 1000 values in random order, where every tile has equal ones. The gradient error of the
+second is that of another loss. Compare the kernels with and without ids in one call:
+
+    python tools/bench_loss.py --batch 32768 --embedding 512 1024 --methods megaclip "megaclip ids" "megaclip 1000 ids"
+
 --batch is the global batch B. Each rank has b = B / ranks samples. --json writes the results to a file.
 """
 
@@ -320,6 +326,7 @@ def clip_methods(ranks: Ranks) -> dict[str, Callable[[], Loss]]:
 
     methods = {name: ours(**settings) for name, settings in our_exchanges(ranks).items()}
     variants = {f"megaclip {variant}": global_contrastive(variant) for variant in ("fastclip_v3", "fastclip_v2")}
+    methods |= methods_with_ids("ClipLoss", ranks)
     for name, setting in (("graphs", True), ("no graphs", False)):
         methods[f"megaclip {name}"] = ours(cuda_graphs=setting)
         methods[f"megaclip {name} compiled"] = compiled(ours(cuda_graphs=setting))
@@ -345,6 +352,28 @@ def our_exchanges(ranks: Ranks) -> dict[str, dict[str, str]]:
     return exchanges | {
         f"megaclip {exchange} feature bf16": {"exchange": exchange, **bf16} for exchange in ("ring", "all_gather")
     }
+
+
+def methods_with_ids(name: str, ranks: Ranks) -> dict[str, Callable[[], Loss]]:
+    """Return makers of the loss of this name with ids="mask": all different, and of 1000 values."""
+
+    def maker(values: int | None) -> Callable[[], Loss]:
+        def make() -> Loss:
+            loss = getattr(importlib.import_module("megaclip.losses"), name)(ids="mask")
+            ids: dict[int, Tensor] = {}
+
+            def run(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+                if len(x) not in ids:
+                    generator = torch.Generator().manual_seed(ranks.rank)
+                    drawn = torch.randint(2**62 if values is None else values, (len(x),), generator=generator)
+                    ids[len(x)] = drawn.to(x.device)
+                return loss(x, y, scale, bias, ids=ids[len(x)])
+
+            return run
+
+        return make
+
+    return {"megaclip ids": maker(None), "megaclip 1000 ids": maker(1000)}
 
 
 class GlobalContrastive:
@@ -386,6 +415,7 @@ def siglip_methods(ranks: Ranks) -> dict[str, Callable[[], Loss]]:
         return module.DistributedSigLIPLoss(strategy="ring", rank=ranks.rank, world_size=ranks.size)
 
     methods = {name: ours(**settings) for name, settings in our_exchanges(ranks).items()}
+    methods |= methods_with_ids("SigLipLoss", ranks)
     return {**methods, "open_clip": open_clip, "siglip-kernel": siglip_kernel}
 
 
