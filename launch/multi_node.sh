@@ -11,7 +11,8 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 fail() {
-  echo "multi_node.sh: $*" >&2
+  local message=$*
+  echo "multi_node.sh: ${message//[[:cntrl:]]/?}" >&2
   exit 78 # as every refused setting: docs/operations.md
 }
 
