@@ -28,7 +28,7 @@ from megaclip.errors import CheckpointError, ConfigError
 from megaclip.models import ModelDescription, load_model_config, meta_model
 from megaclip.models.config import CARD_NAME
 from megaclip.models.open_clip_keys import StateDict
-from megaclip.models.weights import LoadReport, compare_weights
+from megaclip.models.weights import LoadReport, compare_weights, require_finite
 
 _TOKENIZER_SUFFIXES = (".json", ".txt", ".model")
 _MAX_TOKENIZER_BYTES = 256 << 20
@@ -60,6 +60,7 @@ def import_weights(source: Path, out_dir: Path, model: str | None, *, overwrite:
     weights = read_weights(source, config)
     report = compare_weights(meta_model(config), weights)
     if report.complete:
+        require_finite(weights, str(source))
         files, described = _tokenizer_files(source), config
         names = [CARD_NAME, *(path.name for path in files)]
         _write(out_dir, names, weights, config, lambda: write_model_card(out_dir, described, preprocess, files))

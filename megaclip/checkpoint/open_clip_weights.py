@@ -3,20 +3,17 @@
 A directory that `open_clip.create_model("local-dir:DIR")` loads holds the model card (`checkpoint.model_card`),
 `open_clip_model.safetensors` (float32) and, when the card names an HF tokenizer, the tokenizer's files. MegaCLIP
 exports to this format, imports from it and starts training from it. It is the only weights format besides a run's own
-checkpoints. Weights may come from untrusted sources, so pickles are read with `weights_only=True`. `models.weights`
-fits them to a model.
+checkpoints. `weight_files` reads files of weights, and `models.weights` fits them to a model.
 """
 
 from pathlib import Path
-from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from megaclip.checkpoint.deepspeed_files import read_file
 from megaclip.checkpoint.manifest import require_whole
 from megaclip.checkpoint.search import refuse_run
+from megaclip.checkpoint.weight_files import read_tensors_of
 from megaclip.errors import CheckpointError, first_line
 from megaclip.files import replacing
 from megaclip.logging import get_logger
@@ -39,9 +36,6 @@ _WEIGHTS_NAMES = (
     "pytorch_model.pth",
     "model.pth",
 )
-# Entries of state dicts of older open_clip versions that are settings or constants, not parameters.
-_NOT_PARAMETERS = {"input_resolution", "context_length", "vocab_size", "attn_mask"}
-_WRAPPER_PREFIXES = ("module.", "_orig_mod.")
 
 
 def pretrained_weights(
@@ -62,7 +56,7 @@ def pretrained_weights(
         if path is None:
             continue
         require_whole(Path(path))
-        tensors, source = read_tensors(path), str(path)
+        tensors, source = read_tensors(path, quick_gelu=model.config.quick_gelu), str(path)
         fitted, line = fit_tower(model, tower, tensors, source) if tower else fit_model(model, tensors, source)
         weights |= fitted
         logger.info("%s", line)
@@ -109,39 +103,18 @@ def read_weights(path_or_dir: str | Path, config: ModelDescription | None = None
     """Return weights in open_clip's format under MegaCLIP's names, on the CPU, with the dtypes of the file.
 
     Args:
-        path_or_dir: a safetensors file; a PyTorch file that holds a state dict, or one under "state_dict" as
-            open_clip's trainer writes it, with or without `module.` prefixes; or a directory that holds such a file.
+        path_or_dir: a file that `weight_files.read_tensors_of` reads, or a directory that holds one.
         config: description of the model that gets the weights. None: one of MegaCLIP's own towers.
 
     Raises:
-        CheckpointError: the file does not exist, is not a weights file, or is a pickle that contains objects other than
-            tensors.
+        CheckpointError: the file does not exist, is not a weights file, or contains objects other than tensors.
     """
-    return from_open_clip(read_tensors(path_or_dir), config)
+    return from_open_clip(read_tensors(path_or_dir, quick_gelu=config is None or config.quick_gelu), config)
 
 
-def read_tensors(path_or_dir: str | Path) -> StateDict:
-    """Return the tensors of a weights file under the names of the file, as `read_weights` reads them."""
-    path = _weights_file(Path(path_or_dir))
-    if path.suffix == ".safetensors":
-        content: dict[str, Any] = _read_safetensors(path)
-    else:
-        content = read_file(path, "save only its state dict, preferably as safetensors", map_location="cpu")
-    state_dict = content.get("state_dict", content)
-    if not isinstance(state_dict, dict) or not state_dict:
-        raise CheckpointError(
-            f"{path} holds no state dict; expected a dictionary of parameter names and tensors, at the top level or "
-            "under 'state_dict'"
-        )
-    tensors = {}
-    for name, value in state_dict.items():
-        name = _without_wrappers(str(name))
-        if name in _NOT_PARAMETERS or name.endswith(".position_ids"):  # the latter in files of older transformers
-            continue
-        if not _is_dense_tensor(value) or not (value.is_floating_point() or _counts_batches(name, value)):
-            raise CheckpointError(f"{path}: entry {name!r} is a {_kind(value)}, expected a floating-point tensor")
-        tensors[name] = value
-    return tensors
+def read_tensors(path_or_dir: str | Path, *, quick_gelu: bool = True) -> StateDict:
+    """Return the tensors of a weights file under open_clip's names, as `weight_files.read_tensors_of` reads them."""
+    return read_tensors_of(_weights_file(Path(path_or_dir)), quick_gelu=quick_gelu)
 
 
 def assigned_model(config: ModelDescription, state_dict: StateDict) -> DualEncoder:
@@ -178,33 +151,3 @@ def _weights_file(path: Path) -> Path:
             return path / name
     refuse_run(path)
     raise CheckpointError(f"{path} holds no weights; expected {WEIGHTS_NAME} in it")
-
-
-def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is not a safetensors file, or is damaged: {first_line(error)}; download or copy it again"
-        ) from None
-
-
-def _is_dense_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type == "cpu"
-
-
-def _counts_batches(name: str, value: torch.Tensor) -> bool:
-    """Return whether the entry is the number of batches that a batch norm has seen."""
-    return name.endswith("num_batches_tracked") and value.dtype == torch.int64
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.layout} tensor of {value.dtype} on {value.device}"
-    return type(value).__name__
-
-
-def _without_wrappers(name: str) -> str:
-    while name.startswith(_WRAPPER_PREFIXES):
-        name = name.partition(".")[2]
-    return name

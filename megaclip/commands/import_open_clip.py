@@ -34,8 +34,7 @@ def main() -> None:
     if not report.complete:
         print_differences(report)
         sys.exit(
-            f"error: {arguments.source} does not fit the model, so {arguments.out_dir} was not written; "
-            f"{report.advice}, and name it with --model"
+            f"error: {arguments.source} does not fit the model, so {arguments.out_dir} was not written; {report.advice}"
         )
     print(f"wrote {arguments.out_dir}")
 

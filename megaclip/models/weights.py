@@ -55,12 +55,14 @@ class LoadReport:
     @property
     def advice(self) -> str:
         """Advice how to make the weights fit, for an error message."""
-        if "logit_bias" in self.unexpected:
+        if self.unexpected == ("logit_bias",) and not self.missing and not self.mismatched:
             return (
                 "the weights have a logit_bias, as SigLIP's: add init_logit_bias to the model's JSON (SigLIP: -10, "
                 "with init_logit_scale 2.303)"
             )
-        return "use the model description that the weights were trained with"
+        if self.missing and not any(name.startswith(TOWER_PREFIXES["image"]) for name in self.loaded):
+            return "the file has no image tower of open_clip; --pretrained-image and --pretrained-text read one tower"
+        return "use the model description that the weights were trained with, and name it with --model"
 
     def require_complete(self, problem: str, advice: str | None = None) -> None:
         """Raise CheckpointError, which begins with `problem`, unless `complete`. advice: replaces the report's own."""
@@ -116,6 +118,7 @@ def fit_model(model: DualEncoder, tensors: StateDict, source: str) -> tuple[Stat
         logger.info("the weights have no logit_bias; it starts at init_logit_bias %g", config.init_logit_bias)
     report = compare_weights(model, weights)
     report.require_complete(f"{source} does not fit the model")
+    require_finite(weights, source)
     return weights, str(report)
 
 
@@ -152,12 +155,23 @@ def fit_tower(model: DualEncoder, tower: str, tensors: StateDict, source: str) -
         f"--pretrained-{tower} {source} does not fit the {tower} tower, read as {reading.kind}",
         "use weights of the same tower and embedding size, or another --model",
     )
+    require_finite(weights, f"--pretrained-{tower} {source}")
     line = f"{tower} tower: {len(weights)} parameters of {source}, {reading.kind}"
     if missing := sorted(own - weights.keys()):
         line += f"; {', '.join(missing)} keep their initial values"
     if ignored:
         line += f"; {len(ignored)} parameters of the file are not used (first: {ignored[0]})"
     return weights, line
+
+
+def require_finite(weights: StateDict, source: str) -> None:
+    """Raise CheckpointError if weights, whose shapes were checked, hold NaN or infinite values."""
+    bad = [name for name, value in weights.items() if not value.isfinite().all()]
+    if bad:
+        raise CheckpointError(
+            f"{source}: {len(bad)} of {len(weights)} parameters hold NaN or infinite values (first: {bad[0]}); use an "
+            "earlier checkpoint of the training that wrote it"
+        )
 
 
 @torch.no_grad()

@@ -229,7 +229,7 @@ def test_truncated_safetensors_file_is_refused(tmp_path, exported, cut):
     whole = (exported / "open_clip_model.safetensors").read_bytes()
     path = tmp_path / "cut.safetensors"
     path.write_bytes(whole[:cut])
-    with pytest.raises(CheckpointError, match=r"cut\.safetensors is not a safetensors file"):
+    with pytest.raises(CheckpointError, match=r"cut\.safetensors is incomplete or damaged"):
         read_weights(path)
 
 
@@ -242,6 +242,23 @@ def test_expanded_tensor_is_never_copied(tmp_path, model, config):
 
 
 # ------------------------------------------------------------------------------------------------ starting from weights
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused(tmp_path, model, config, value):
+    state_dict = open_clips_state_dict(model) | {"ln_final.bias": torch.full((24,), value)}
+    save_file(state_dict, path := tmp_path / "bad.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"1 of \d+ parameters hold NaN or infinite values \(first: text.ln_final"
+    ):
+        load_pretrained(build_model(config), path)
+
+
+def test_one_tower_as_a_whole_model_is_answered_with_the_flag_for_towers(tmp_path, model, config):
+    tower = {name.removeprefix("visual."): value for name, value in open_clips_state_dict(model).items()}
+    save_file(tower, path := tmp_path / "tower.safetensors")
+    with pytest.raises(CheckpointError, match="the file has no image tower of open_clip; --pretrained-image"):
+        load_pretrained(build_model(config), path)
 
 
 def test_load_pretrained_copies_every_parameter(exported, model, config):

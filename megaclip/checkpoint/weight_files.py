@@ -1,0 +1,262 @@
+"""Read the tensors of a file of weights that any program may have written, without executing anything from it.
+
+A file is recognised by its first bytes, not by its name, and its content by the names of its entries. What cannot be
+read is named, with what to do. `open_clip_weights` finds the file, and `models.weights` fits the tensors to a model.
+"""
+
+import io
+import pickle
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from megaclip.checkpoint.deepspeed_files import read_file
+from megaclip.errors import CheckpointError, first_line, os_reason
+from megaclip.logging import get_logger
+from megaclip.models.open_clip_keys import StateDict
+
+logger = get_logger(__name__)
+
+_AGAIN = "is incomplete or damaged; download or copy it again"
+_UNPACK = "is a compressed file or an archive; unpack it, and give the file of weights in it"
+_OTHER_FILES = {
+    b"version https://git-lfs": "is a pointer of Git LFS, not the file; run  git lfs pull  where it was cloned",
+    b"<": "is a web page, for example of an error or a login; download the file itself",
+    b"{": "is a JSON text, for example the index of a model in several files; give one file with all weights",
+    b"\x1f\x8b": _UNPACK,
+    b"BZh": _UNPACK,
+    b"\xfd7zXZ": _UNPACK,
+    b"\x28\xb5\x2f\xfd": _UNPACK,
+    b"\x89HDF": "is an HDF5 file, as Keras writes it; give the weights of PyTorch",
+    b"GGUF": "is a GGUF file, as llama.cpp reads it; give the weights of PyTorch",
+    b"\x93NUMPY": "is an array of NumPy; give the weights of PyTorch",
+}
+"""First bytes of files that hold no weights, or in a format that is not read: what the file is, and what to do."""
+_ENTRIES = ("state_dict_ema", "ema_state_dict", "model_ema", "state_dict", "model_state_dict", "model", "module")
+"""Entries under which programs save the weights. The moving average comes first: its authors evaluate it."""
+_FOREIGN_NAMES = {
+    r"(vision|text)_model\.": "holds transformers' CLIPModel or SiglipModel, whose format is not read; use the same "
+    "model in open_clip's format, open_clip_model.safetensors or open_clip_pytorch_model.bin",
+    r".*\blora_[AB]\b": "holds a LoRA adapter; merge it into its model, and save the state dict of that",
+}
+_WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""Parts of names that torch.compile, FSDP and activation checkpointing insert."""
+_STORAGES = {"DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16}
+_STORAGES |= {"BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32}
+_STORAGES |= {"BoolStorage": torch.bool}
+_SETTINGS = (
+    "argparse.Namespace",
+    "pathlib.PosixPath",
+    "numpy.dtype",
+    "numpy.core.multiarray.scalar",
+    "numpy._core.multiarray.scalar",
+)
+"""Classes that training programs save beside the weights. Nothing of them is used."""
+_PREFIXES = ("module.", "model.", "clip.")
+_OPENAI = "input_resolution"
+# Entries that are settings or constants, not parameters, in OpenAI's files and those of older open_clip versions.
+_NOT_PARAMETERS = {_OPENAI, "context_length", "vocab_size", "attn_mask"}
+
+
+def read_tensors_of(path: Path, *, quick_gelu: bool = True) -> StateDict:
+    """Return the tensors of a file, on the CPU, with its dtypes and its names without the prefixes of wrappers.
+
+    The file is one of safetensors, of torch.save or of torch.jit.save (as OpenAI's).
+
+    quick_gelu: the model that gets the weights has this activation. OpenAI's weights require it.
+
+    Raises:
+        CheckpointError: the file cannot be read, or holds something else.
+    """
+    content = _content(path)
+    if not all(isinstance(name, str) for name in content):
+        raise CheckpointError(f"{path} holds no state dict: its keys are not names")
+    found = _unwrapped(_state_dict(content, path), path)
+    if _OPENAI in found and not quick_gelu:
+        logger.warning("%s has the entries of OpenAI's weights, which require a -quickgelu model", path)
+    tensors = {}
+    for name, value in found.items():
+        if name in _NOT_PARAMETERS or name.endswith(".position_ids"):  # the latter in files of older transformers
+            continue
+        if not _is_dense_tensor(value) or not (value.is_floating_point() or _counts_batches(name, value)):
+            raise CheckpointError(f"{path}: entry {name!r} is a {_kind(value)}, expected a floating-point tensor")
+        tensors[name] = value
+    for pattern, what in _FOREIGN_NAMES.items():
+        if any(re.match(pattern, name) for name in tensors):
+            raise CheckpointError(f"{path} {what}")
+    if tensors and not any(value.numel() for value in tensors.values()):
+        raise CheckpointError(
+            f"{path} holds empty placeholders, as DeepSpeed saves at ZeRO-3; join the weights with its zero_to_fp32.py"
+        )
+    return tensors
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """Return the content of a file, in the format that its first bytes show."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(512)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {os_reason(error)}") from None
+    if start[5:9] == b"\0\0\0{":  # after the length of the header
+        try:
+            return load_file(path)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{path} {_AGAIN} ({first_line(error)})") from None
+    if start.startswith(b"PK\x03\x04"):
+        return _archived(path)
+    if start.startswith(b"\x80"):
+        return _saved(path)
+    first = start.lstrip(b"\xef\xbb\xbf \t\r\n")
+    what = next((what for bytes_, what in _OTHER_FILES.items() if first.startswith(bytes_)), "")
+    if start[257:262] == b"ustar":
+        what = _UNPACK
+    if not what:
+        what = _AGAIN if path.suffix == ".safetensors" else "is no file of torch.save or safetensors, or is damaged"
+    raise CheckpointError(f"{path} {what if start else 'is empty; download or copy it again'}")
+
+
+def _saved(path: Path) -> dict[str, Any]:
+    """Return the content of a file of torch.save. Settings of its program become `_Inert` objects."""
+    if path.suffix == ".safetensors":  # PyTorch 2.13 would read it as such
+        raise CheckpointError(f"{path} is a file of torch.save; rename it to .pt")
+    with torch.serialization.safe_globals([(_Inert, name) for name in _SETTINGS]):
+        return read_file(path, "save only its state dict, preferably as safetensors", map_location="cpu")
+
+
+def _archived(path: Path) -> dict[str, Any]:
+    """Return the content of a zip archive that torch.save or torch.jit.save has written."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+            root = next((name.removesuffix("data.pkl") for name in names if name.endswith("/data.pkl")), None)
+            if root is None:
+                raise CheckpointError(f"{path} {_UNPACK} (it has {names[0] if names else 'nothing'})")
+            if f"{root}constants.pkl" in names:
+                return _ScriptReader(archive, root).state_dict()
+    except (zipfile.BadZipFile, OSError) as error:
+        raise CheckpointError(f"{path} {_AGAIN} ({first_line(error)})") from None
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle can cause any exception
+        raise CheckpointError(f"{path}, a TorchScript archive, {_AGAIN} ({first_line(error)})") from None
+    return _saved(path)
+
+
+class _Inert:
+    """Stand-in for an object of another program, such as a module of a TorchScript archive: only its attributes."""
+
+    def __init__(self, *_: Any) -> None:
+        self.attributes: dict[str, Any] = {}
+
+    def __setstate__(self, attributes: Any) -> None:
+        self.attributes = attributes if isinstance(attributes, dict) else {}
+
+    def tensors(self, prefix: str = "") -> StateDict:
+        """Return all parameters and buffers by their dotted names."""
+        found: StateDict = {}
+        for name, value in self.attributes.items():
+            if isinstance(value, _Inert):
+                found |= value.tensors(f"{prefix}{name}.")
+            elif isinstance(value, torch.Tensor):
+                found[f"{prefix}{name}"] = value
+        return found
+
+
+class _ScriptReader(pickle.Unpickler):
+    """Reader of the tensors of a TorchScript archive, as torch.jit.save writes it.
+
+    torch.jit.load would build the archive's functions. Here every class of it becomes a `_Inert`, which only keeps
+    attributes, and the pickle can call nothing except `_tensor`, dict and list.
+    """
+
+    def __init__(self, archive: zipfile.ZipFile, root: str) -> None:
+        super().__init__(io.BytesIO(archive.read(f"{root}data.pkl")))
+        self._archive, self._root = archive, root
+
+    def state_dict(self) -> StateDict:
+        """Return the tensors of the archive's module."""
+        module = self.load()
+        return module.tensors() if isinstance(module, _Inert) else {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for a class or function of the pickle."""
+        if module.partition(".")[0] == "__torch__":
+            return _Inert
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        allowed = {("torch._utils", "_rebuild_tensor_v2"): _tensor, ("collections", "OrderedDict"): dict}
+        if module == "torch.jit._pickle":
+            return lambda items, *_: items
+        if (module, name) not in allowed:
+            raise pickle.UnpicklingError(f"it uses {module}.{name}")
+        return allowed[module, name]
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        """Return the elements of a storage, on the CPU."""
+        _, dtype, key, _, _ = pid
+        member = self._archive.getinfo(f"{self._root}data/{key}")
+        if member.compress_type != zipfile.ZIP_STORED:
+            raise pickle.UnpicklingError("its tensors are compressed")
+        content = bytearray(self._archive.read(member))
+        return torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+
+
+def _tensor(storage: torch.Tensor, offset: int, size: Any, stride: Any, *_: Any) -> torch.Tensor:
+    return storage.as_strided(size, stride, offset)
+
+
+def _state_dict(content: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the dictionary of tensors: `content`, or the entry that holds it."""
+    for _ in range(3):  # programs save at most so many dictionaries in each other
+        if any(isinstance(value, torch.Tensor) for value in content.values()):
+            return content
+        entries = [name for name in _ENTRIES if isinstance(content.get(name), dict) and content[name]]
+        if not entries:
+            break
+        content = content[entries[0]]
+        if entries[1:]:
+            logger.warning("%s: reading the entry %r; not reading %s", path, entries[0], ", ".join(entries[1:]))
+    names = ", ".join(map(str, list(content)[:5]))
+    raise CheckpointError(
+        f"{path} holds no state dict; expected names and tensors, at the top level or under one of "
+        f"{', '.join(_ENTRIES)}; it has {names or 'nothing'}"
+    )
+
+
+def _unwrapped(tensors: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the entries of a model without the prefixes that programs around it have added to its names."""
+    named = {_WRAPPERS.sub("", name): value for name, value in tensors.items()}
+    roots = [name.removesuffix("logit_scale") for name in named if re.fullmatch(r"(.*\.)?logit_scale", name)]
+    if not roots:  # one tower, or a model without its scale
+        while prefix := next((one for one in _PREFIXES if all(name.startswith(one) for name in named)), ""):
+            named = {name.removeprefix(prefix): value for name, value in named.items()}
+        return named
+    if len(roots) > 1 and "" not in roots:
+        raise CheckpointError(f"{path} holds several models, {', '.join(roots)}; save the state dict of one of them")
+    root = "" if "" in roots else roots[0]
+    own = {name.removeprefix(root): value for name, value in named.items() if name.startswith(root)}
+    if len(own) < len(named):
+        other = next(name for name in named if not name.startswith(root))
+        logger.warning("%s: not reading %d entries outside %s (first: %s)", path, len(named) - len(own), root, other)
+    return own
+
+
+def _is_dense_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+
+
+def _counts_batches(name: str, value: torch.Tensor) -> bool:
+    """Return whether the entry is the number of batches that a batch norm has seen."""
+    return name.endswith("num_batches_tracked") and value.dtype == torch.int64
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.layout} tensor of {value.dtype} on {value.device}"
+    return type(value).__name__
