@@ -8,8 +8,8 @@ non-zero exit code. Any other exception is a bug and keeps its traceback.
 import difflib
 import re
 import signal
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from pydantic import ValidationError
 
@@ -58,7 +58,7 @@ def _plain(word: str) -> str:
 class MegaclipError(Exception):
     """Base class of errors whose message is written for users. Words of more than 400 characters are cut."""
 
-    exit_code: ClassVar[int] = 1
+    exit_code: int = 1
     """Exit code of a run that ends with this error."""
 
     def __str__(self) -> str:
@@ -89,6 +89,21 @@ class DataError(MegaclipError, ValueError):
 
 class CheckpointError(MegaclipError):
     """A checkpoint or exported model is missing, incomplete, or belongs to another model or run."""
+
+
+@contextmanager
+def refused_before_training() -> Iterator[None]:
+    """Give errors of data and checkpoints the exit code of refused settings, because a restart would find the same.
+
+    Exceptions are failures of a disk or network. Errors while a run trains keep exit code 1: a restart may succeed.
+    """
+    try:
+        yield
+    except (DataError, CheckpointError) as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError) or isinstance(cause, (FileNotFoundError, PermissionError)):
+            error.exit_code = REFUSED_EXIT_CODE
+        raise
 
 
 class NonFiniteError(MegaclipError, ArithmeticError):

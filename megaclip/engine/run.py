@@ -40,7 +40,7 @@ from megaclip.engine.schedule import RunLength
 from megaclip.engine.spare_ranks import end_spare_ranks, wait_if_spare
 from megaclip.engine.trainer import Trainer
 from megaclip.engine.training_data import open_training_data
-from megaclip.errors import DataError, MegaclipError
+from megaclip.errors import DataError, MegaclipError, refused_before_training
 from megaclip.guards.launcher import end_with_launcher
 from megaclip.guards.signals import StopSignals
 from megaclip.guards.watchdog import Watchdog
@@ -90,17 +90,20 @@ def train(arguments: TrainArguments) -> int:
     Raises:
         MegaclipError: on every rank, for any problem that the user can solve.
     """
-    inputs = read_inputs(arguments)
+    with refused_before_training():
+        inputs = read_inputs(arguments)
     if (exit_code := wait_if_spare(inputs.config)) is not None:
         return exit_code
     start_process_group()
     require_equal_inputs(arguments, inputs)
     batch_layout = inputs.config.batch_layout(dist.get_world_size())
-    check_batch(batch_layout.global_batch, inputs.train.order(seed=arguments.seed))
+    with refused_before_training():
+        check_batch(batch_layout.global_batch, inputs.train.order(seed=arguments.seed))
     memory_plan = check_fit(arguments, inputs)
     with run_folder(arguments) as folder:
-        run = Run(arguments, inputs, batch_layout, folder, memory_plan)
-        run.resume()
+        with refused_before_training():
+            run = Run(arguments, inputs, batch_layout, folder, memory_plan)
+            run.resume()
         run.write_description()  # after resume(): a checkpoint that is refused must leave the old description unchanged
         if run.is_finished():
             source = folder if arguments.resume == "auto" else arguments.resume

@@ -65,7 +65,7 @@ class Trial:
     changes: dict[str, Any] = field(default_factory=dict)
     """Flags. In texts, COPY is replaced by the folder of the copy."""
     config: str = "zero1.json"
-    exit_code: int = 1
+    exit_code: int = 78
 
 
 AUTO = {"resume": "auto"}
@@ -80,7 +80,7 @@ TRIALS = {
     "a damaged one by its name": Trial(lambda folder: flip_a_bit(folder / TAGS[LAST] / MODEL_FILE), {"resume": "COPY"}),
     "code": Trial(lambda folder: plant_code(folder / TAGS[LAST] / MODEL_FILE), AUTO),
     "code at another stage": Trial(lambda folder: plant_code(folder / TAGS[LAST] / OPTIMIZER_FILE), AUTO, "zero3.json"),
-    "no --resume and a missing latest": Trial(lambda folder: (folder / "latest").unlink(), exit_code=78),
+    "no --resume and a missing latest": Trial(lambda folder: (folder / "latest").unlink()),
 }
 
 

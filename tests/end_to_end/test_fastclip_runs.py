@@ -44,7 +44,7 @@ def runs(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for command in ends[:-1]:
         assert [end.exit_code for end in command] == [0, 0], command[0].output
     (folder / "wrong.txt").write_text("\n".join(ends[-1][0].errors))
-    assert ends[-1][0].exit_code == 1
+    assert ends[-1][0].exit_code == 78
     return folder
 
 

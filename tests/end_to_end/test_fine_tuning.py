@@ -52,7 +52,7 @@ def test_fine_tuning_resumes_exports_its_average_and_supplies_a_tower(tiny_run, 
     assert "image tower: learning rate 0.001 in 4 layer groups, 0.000125 in the first one, weight decay 0.1" in log
     assert "text tower: learning rate 0.002 in 1 layer groups" in log and "moving average with decay 0.8" in log
     assert (
-        refused[0].exit_code == 1
+        refused[0].exit_code == 78
         and "written with parameter_groups.image 'layers', and this run has" in refused[0].errors[0]
     )
 

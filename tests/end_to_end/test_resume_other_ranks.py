@@ -108,5 +108,5 @@ def test_another_contrastive_batch_is_refused(folder: Path, tiny_run: Path) -> N
     saved = folder / "two to one, ZeRO-1 whole"
     command = flags(tiny_run, folder / "half.json", folder, name="half", resume=saved, train_steps=STEPS)
     (((end,),)) = run_in_ranks([command], 1)
-    assert end.exit_code == 1
+    assert end.exit_code == 78
     assert "batch of 32 and this run's is 16; set train_batch_size to 32" in end.errors[0]

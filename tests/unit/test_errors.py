@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaclip.errors import ConfigError, first_line, nearest
+from megaclip.errors import BusyError, ConfigError, DataError, first_line, nearest, refused_before_training
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,19 @@ def test_a_value_of_any_length_is_shown_in_part() -> None:
 )
 def test_the_case_of_letters_and_the_separators_do_not_matter_for_the_nearest_word(word, known, expected) -> None:
     assert nearest(word, known) == f"; did you mean {expected!r}?"
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "code"),
+    [
+        (DataError("no file matches"), None, 78),
+        (DataError("cannot read"), FileNotFoundError(2, "No such file"), 78),
+        (DataError("cannot read"), OSError(5, "Input/output error"), 1),  # a restart may succeed
+        (DataError("cannot load"), ConnectionError("the hub does not answer"), 1),
+        (BusyError("the folder is in use"), None, 1),
+    ],
+)
+def test_what_is_refused_before_training_is_not_started_again(error, cause, code) -> None:
+    with pytest.raises(type(error)) as raised, refused_before_training():
+        raise error from cause
+    assert raised.value.exit_code == code and type(error).exit_code == 1
