@@ -141,7 +141,9 @@ def meet_all_ranks(limit_s: float) -> TCPStore:
     """
     rank, ranks = rank_from_environment(), int(os.environ["WORLD_SIZE"])
     store, deadline, patience = connect(limit_s), time.monotonic() + limit_s, _Patience()
-    attempt = f"megaclip/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    # Hosts count their own restarts. Only torchrun's store, which requires equal counts, outlives an attempt.
+    outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = f"megaclip/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0) if outlives else 0}"
     come, failed = f"{attempt}/come", f"{attempt}/failed"
 
     def absent() -> str:

@@ -34,13 +34,14 @@ def meet_in_every_case(ports: dict[str, int]) -> dict[str, tuple[str, list[str]]
     """Return, for every case, the error of this process and its warnings."""
     process_group._REPORT_S = 0.3
     place = int(os.environ["RANK"])
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(place)  # each host counts its own restarts
     results = {}
     for name, (sizes, second, delay_s) in CASES.items():
         rank = (0, second)[place]
         numbers = {"RANK": rank, "WORLD_SIZE": sizes[place], "MASTER_PORT": ports[name], "LOCAL_RANK": 0}
         os.environ.update({key: str(value) for key, value in numbers.items()})
         if place == 1 and rank == 0:  # of another host: it does not create the store
-            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+            os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"})
         lines: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign]
