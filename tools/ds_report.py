@@ -1,6 +1,9 @@
 """`megaclip report`, from a checkout."""
 
-from megaclip.commands.ds_report import main
+import sys
+
+from megaclip.commands import main
 
 if __name__ == "__main__":
+    sys.argv.insert(1, "report")
     main()

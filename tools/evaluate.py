@@ -1,6 +1,9 @@
 """`megaclip evaluate`, from a checkout."""
 
-from megaclip.commands.evaluate import main
+import sys
+
+from megaclip.commands import main
 
 if __name__ == "__main__":
+    sys.argv.insert(1, "evaluate")
     main()

@@ -1,6 +1,9 @@
 """`megaclip export`, from a checkout."""
 
-from megaclip.commands.export_open_clip import main
+import sys
+
+from megaclip.commands import main
 
 if __name__ == "__main__":
+    sys.argv.insert(1, "export")
     main()

@@ -1,6 +1,9 @@
 """`megaclip import`, from a checkout."""
 
-from megaclip.commands.import_open_clip import main
+import sys
+
+from megaclip.commands import main
 
 if __name__ == "__main__":
+    sys.argv.insert(1, "import")
     main()

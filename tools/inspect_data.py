@@ -1,6 +1,9 @@
 """`megaclip inspect`, from a checkout."""
 
-from megaclip.commands.inspect_data import main
+import sys
+
+from megaclip.commands import main
 
 if __name__ == "__main__":
+    sys.argv.insert(1, "inspect")
     main()

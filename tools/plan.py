@@ -2,7 +2,8 @@
 
 import sys
 
-from megaclip.commands.plan import main
+from megaclip.commands import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.argv.insert(1, "plan")
+    main()

@@ -1,6 +1,9 @@
 """`megaclip tokenizer`, from a checkout."""
 
-from megaclip.commands.train_tokenizer import main
+import sys
+
+from megaclip.commands import main
 
 if __name__ == "__main__":
+    sys.argv.insert(1, "tokenizer")
     main()

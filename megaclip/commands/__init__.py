@@ -14,7 +14,7 @@ from pathlib import Path
 
 import megaclip
 from megaclip.environment import check_environment
-from megaclip.errors import MegaclipError
+from megaclip.errors import MegaclipError, nearest
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _run() -> int | str | None:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        return f"error: unknown command {name!r}; expected one of {', '.join(COMMANDS)}"
+        return f"error: unknown command {name!r}; expected one of {', '.join(COMMANDS)}{nearest(name, set(COMMANDS))}"
     program = "launch/train.py" if sys.argv[0].endswith("train.py") else f"megaclip {name}"
     sys.argv = [program, *rest, *from_launcher]
     try:

@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 
 from megaclip.commands.argument_types import CommandParser
-from megaclip.errors import MegaclipError
 
 
 def main() -> None:
@@ -25,17 +24,14 @@ def main() -> None:
     from megaclip.checkpoint.verify import TOLERANCE, verify
     from megaclip.engine.tokenizer_choice import choose_tokenizer
 
-    try:
-        card, weights = export_checkpoint(
-            arguments.run, arguments.out_dir, arguments.tag, overwrite=arguments.overwrite, ema=arguments.ema
-        )
-        print(f"wrote {arguments.out_dir}")
-        if not arguments.verify:
-            return
-        tokenizer = choose_tokenizer(None, card, card.config).tokenizer
-        result = verify(card.directory, assigned_model(card.config, weights), tokenizer)
-    except MegaclipError as error:
-        sys.exit(f"error: {error}")
+    card, weights = export_checkpoint(
+        arguments.run, arguments.out_dir, arguments.tag, overwrite=arguments.overwrite, ema=arguments.ema
+    )
+    print(f"wrote {arguments.out_dir}")
+    if not arguments.verify:
+        return
+    tokenizer = choose_tokenizer(None, card, card.config).tokenizer
+    result = verify(card.directory, assigned_model(card.config, weights), tokenizer)
     print(f"export_max_abs_diff {result.max_abs_diff:.3g}")
     print(f"export_captions_differing {result.captions_differing} of {result.captions_compared}")
     if not result.passed:

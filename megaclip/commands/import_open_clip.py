@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaclip.commands.argument_types import CommandParser
-from megaclip.errors import MegaclipError
 
 if TYPE_CHECKING:
     from megaclip.models.weights import LoadReport
@@ -26,10 +25,7 @@ def main() -> None:
     arguments = parse_arguments()
     from megaclip.checkpoint.open_clip_directory import import_weights  # torch is imported after the flags are checked
 
-    try:
-        report = import_weights(arguments.source, arguments.out_dir, arguments.model, overwrite=arguments.overwrite)
-    except MegaclipError as error:
-        sys.exit(f"error: {error}")
+    report = import_weights(arguments.source, arguments.out_dir, arguments.model, overwrite=arguments.overwrite)
     print(report)
     if not report.complete:
         print_differences(report)

@@ -24,7 +24,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 from megaclip.checkpoint import search
 from megaclip.config import load_training_config, parse_arguments
 from megaclip.engine.spare_ranks import usable_ranks
-from megaclip.errors import ConfigError, MegaclipError, first_line
+from megaclip.errors import ConfigError, MegaclipError, first_line, nearest
 from megaclip.hosts.agent import Agent
 
 # Seconds, except for the number of attempts. read_timeout is how long this host waits for the store.
@@ -33,7 +33,11 @@ _READ_TIMEOUT_S = 60
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = argument_parser().parse_args(argv)
+    parser = argument_parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = set(parser._option_string_actions)
+        parser.error(f"unknown argument {unknown[0]!r}{nearest(unknown[0].partition('=')[0], known)}")
     command = [arguments.training_script, *arguments.training_script_args]
     arguments.training_script, arguments.training_script_args, arguments.module = "megaclip", command, True
     try:

@@ -9,7 +9,6 @@ tensors have shapes but no values.
 
 import argparse
 import logging
-import sys
 from importlib import metadata
 
 from megaclip.commands.argument_types import CommandParser
@@ -25,15 +24,12 @@ def main() -> None:
     from megaclip.models.open_clip_config import open_clip_descriptions
 
     logging.disable(logging.WARNING)  # open_clip and timm log what they build
-    try:
-        names = arguments.names or list(open_clip_descriptions())
-        if not names:
-            raise ConfigError("open_clip is not installed; run  pip install 'megaclip[open-clip]'")
-        for name in names:
-            model_file(name)
-        print(table(names), end="")
-    except MegaclipError as error:
-        sys.exit(f"error: {error}")
+    names = arguments.names or list(open_clip_descriptions())
+    if not names:
+        raise ConfigError("open_clip is not installed; run  pip install 'megaclip[open-clip]'")
+    for name in names:
+        model_file(name)
+    print(table(names), end="")
 
 
 def parse_arguments() -> argparse.Namespace:

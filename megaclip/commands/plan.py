@@ -11,11 +11,9 @@ It needs no GPU and starts nothing.
 """
 
 import argparse
-import sys
 
 from megaclip.commands.argument_types import CommandParser, integer
 from megaclip.config.command_line import DEFAULT_EPOCHS, DEFAULT_WORKERS
-from megaclip.errors import MegaclipError
 
 SETTINGS = {
     "--batch": "train_batch_size",
@@ -29,11 +27,7 @@ def main() -> int:
     arguments = plan_parser().parse_args()
     from megaclip.commands.planned_run import described_run, print_plan  # torch is imported after the flags are read
 
-    try:
-        return print_plan(*described_run(arguments))
-    except MegaclipError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return print_plan(*described_run(arguments))
 
 
 def plan_parser(description: str | None = __doc__) -> argparse.ArgumentParser:

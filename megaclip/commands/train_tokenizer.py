@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from megaclip.commands.argument_types import CommandParser, integer
 from megaclip.config.command_line import DATASET_TYPES
-from megaclip.errors import MegaclipError
 
 if TYPE_CHECKING:
     from megaclip.data import PairDataset
@@ -70,18 +69,15 @@ def main() -> None:
     from megaclip.data import open_pairs
     from megaclip.data.sentencepiece_training import train_sentencepiece
 
-    try:
-        dataset = open_pairs(
-            arguments.data,
-            dataset_type=arguments.dataset_type,
-            image_key=arguments.image_key,
-            caption_key=arguments.caption_key,
-        )
-        prepare_file(arguments.out)
-        captions = read_captions(dataset, arguments.max_captions)
-        tokenizer = train_sentencepiece(
-            captions, arguments.out, vocab_size=arguments.vocab_size, model_type=arguments.model_type
-        )
-    except MegaclipError as error:
-        sys.exit(f"error: {error}")
+    dataset = open_pairs(
+        arguments.data,
+        dataset_type=arguments.dataset_type,
+        image_key=arguments.image_key,
+        caption_key=arguments.caption_key,
+    )
+    prepare_file(arguments.out)
+    captions = read_captions(dataset, arguments.max_captions)
+    tokenizer = train_sentencepiece(
+        captions, arguments.out, vocab_size=arguments.vocab_size, model_type=arguments.model_type
+    )
     print(f"wrote {arguments.out}: {tokenizer.vocab_size} pieces")

@@ -24,26 +24,21 @@ from megaclip.config.command_line import (
     OTHER_TRAINERS,
     TrainArguments,
 )
-from megaclip.errors import ConfigError, MegaclipError
+from megaclip.errors import ConfigError
 
 _IN_DS_CONFIG = OTHER_TRAINERS["open_clip"]["in ds_config.json"]
 _LENGTH = ("--batch-size", "--accum-freq", "--workers", "--epochs", "--epochs-cooldown", "--train-num-samples")
 _TRANSLATION = OTHER_TRAINERS["translation of open_clip"]
 
 
-def main() -> int:
+def main() -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("ds_config.json"), help="file to write (default: %(default)s)")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="open_clip's command line, after --")
     arguments = parser.parse_args()
-    try:
-        command, notes = translate(arguments.command[arguments.command[:1] == ["--"] :], arguments.out)
-    except MegaclipError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    command, notes = translate(arguments.command[arguments.command[:1] == ["--"] :], arguments.out)
     print(*notes, sep="\n", file=sys.stderr)
     print(shlex.join(command))
-    return 0
 
 
 def translate(words: list[str], out: Path) -> tuple[list[str], list[str]]:
@@ -63,8 +58,8 @@ def translate(words: list[str], out: Path) -> tuple[list[str], list[str]]:
     if "--warmup" not in flags:
         notes.append(f"--warmup is not given: a tenth of the run if that is below {LONGEST_DEFAULT_WARMUP} steps")
     if ranks:
-        per_rank = settings["train_micro_batch_size_per_gpu"], settings.pop("gradient_accumulation_steps")
-        settings["train_batch_size"] = str(math.prod(map(_integer, per_rank)) * ranks)
+        batch, chunks = settings["train_micro_batch_size_per_gpu"], settings.pop("gradient_accumulation_steps")
+        settings["train_batch_size"] = str(int(batch) * int(chunks) * ranks)
     changes = [f"{key}={value}" for key, value in settings.items()]
     of_model = [change.removeprefix("model.") for change in changes if change.startswith("model.")]
     files = {out: with_changes({}, [change for change in changes if not change.startswith("model.")])[0]}
@@ -75,7 +70,7 @@ def translate(words: list[str], out: Path) -> tuple[list[str], list[str]]:
         flags["--model"] = [str(out.with_name(f"{out.stem}_model.json"))]
         files[Path(*flags["--model"])] = description
     arguments = ["--deepspeed_config", str(out), *(word for flag in flags for word in (flag, *flags[flag]))]
-    check_ds_config(files[out])
+    check_ds_config({key: value for key, value in files[out].items() if key != "wandb"})  # may not be installed here
     parse_arguments(arguments)
     for path, content in files.items():
         try:
@@ -123,7 +118,10 @@ def _with_length(given: dict[str, list[str]], ranks: int | None) -> dict[str, li
     """Return the flags, with open_clip's number of steps and its default warm-up if that number is known."""
     defaults = f"{_TRANSLATION['defaults']} --workers {DEFAULT_WORKERS} --epochs {DEFAULT_EPOCHS}"
     values = _flags(defaults.split()) | given
-    number = {flag: _integer(*words) for flag, words in values.items() if flag in _LENGTH}
+    try:
+        number = {flag: int(" ".join(words)) for flag, words in values.items() if flag in _LENGTH}
+    except ValueError as error:
+        raise ConfigError(f"{error}; {', '.join(_LENGTH)} are integers in open_clip's command") from None
     if not ranks or "--train-num-samples" not in number:
         return given
     batches = math.ceil(number["--train-num-samples"] / max(1, number["--batch-size"] * ranks))
@@ -134,12 +132,6 @@ def _with_length(given: dict[str, list[str]], ranks: int | None) -> dict[str, li
         changed |= {ours: [str(epoch * number[theirs])]} if theirs in number else {}
     has_warmup = epoch * number["--epochs"] >= LONGEST_DEFAULT_WARMUP
     return ({"--warmup": [str(LONGEST_DEFAULT_WARMUP)]} if has_warmup else {}) | changed
-
-
-def _integer(word: str = "", *_: str) -> int:
-    if not word.isdecimal():
-        raise ConfigError(f"{word!r} in open_clip's command is not an integer; correct it")
-    return int(word)
 
 
 def _equivalents(given: dict[str, list[str]]) -> tuple[dict[str, str], dict[str, list[str]], list[str]]:

@@ -13,7 +13,7 @@ from megaclip.checkpoint.open_clip_weights import write_weights
 from megaclip.commands import import_open_clip
 from megaclip.data import ImageTransform
 from megaclip.engine.tokenizer_choice import tokenizer_of
-from megaclip.errors import CheckpointError, ConfigError
+from megaclip.errors import CheckpointError, ConfigError, MegaclipError
 from megaclip.models import build_model, load_model_config
 from megaclip.models.config import ModelConfig
 from tests.pretrained import load_pretrained
@@ -50,8 +50,8 @@ def run_import(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["import_open_clip.py", *map(str, arguments)])
         try:
             import_open_clip.main()
-        except SystemExit as error:
-            return str(error.code)
+        except (MegaclipError, SystemExit) as error:
+            return str(error)
         return ""
 
     return run
