@@ -6,15 +6,11 @@ import torch
 from megaclip.data import RawSample
 
 
-def raw_pair(image: np.ndarray, caption: str, key: int = 0) -> RawSample:
-    """Return a sample whose image file is the bytes of an array."""
-    return RawSample(image.tobytes(), caption, str(key))
-
-
 def image_facts(images: np.ndarray) -> dict[str, torch.Tensor]:
-    """Return the fields of an evaluation batch that describe its images, (b, ...) each, with one caption each."""
-    digests = torch.tensor([raw_pair(image, "").image_digest for image in images], dtype=torch.int64)
-    return {"image_digests": digests, "caption_counts": torch.ones_like(digests)}
+    """Return the fields of an evaluation batch that describe its images (b, ...), with one caption each."""
+    digests = torch.tensor([RawSample(image.tobytes(), "", "").image_digest for image in images], dtype=torch.int64)
+    rows = torch.arange(len(images))
+    return {"image_digests": digests, "caption_rows": rows, "caption_lines": torch.ones_like(rows)}
 
 
 def ranks_by_sorting(similarities: np.ndarray, is_right: np.ndarray) -> np.ndarray:

@@ -4,9 +4,9 @@
     deepspeed --module megaclip evaluate runs/NAME --val-data 'val/{00..09}.tar'
 
 MODEL is an exported open_clip directory, a run (runs/NAME) or its checkpoints folder; --tag selects the step of a run.
-Ties count against the model. Pairs with equal images count as one image with several captions. --group-captions also
-uses all captions of a list, and takes every line of a caption as one caption. --pictures writes the similarity heat map
-and the retrieved images that training shows in TensorBoard.
+Ties count against the model. Pairs with equal images count as one image with several captions, and all captions of a
+list are used. --group-captions takes every line of a text as a caption. --pictures writes the similarity heat map and
+the retrieved images that training shows in TensorBoard.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def evaluate_saved(arguments: argparse.Namespace) -> None:
     from megaclip.comm.groups import group_rank
     from megaclip.engine.equal_inputs import data_text, require_equal
     from megaclip.engine.saved_model import load_saved_model
-    from megaclip.evaluation import ModelEncoder, evaluate_datasets, group_captions
+    from megaclip.evaluation import ModelEncoder, evaluate_datasets
 
     started = time.monotonic()
     with raise_on_all_ranks():
@@ -80,12 +80,12 @@ def evaluate_saved(arguments: argparse.Namespace) -> None:
         encode,
         pairs=pairs,
         labelled=labelled,
-        captions=group_captions(pairs) if pairs is not None and arguments.group_captions else None,
         transform=loaded.transform,
         tokenizer=loaded.tokenizer,
         batch_size=arguments.batch_size,
         num_workers=arguments.workers,
         text_batch_size=arguments.batch_size,
+        group_captions=arguments.group_captions,
     )
     with raise_on_all_ranks():
         if group_rank() == 0:
@@ -104,7 +104,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--image-key", help="column or extension of the image")
     parser.add_argument("--caption-key", help="column, extension or JSON field of the captions")
     parser.add_argument(
-        "--group-captions", action="store_true", help="use all captions in a list or on lines (COCO, Flickr)"
+        "--group-captions", action="store_true", help="take every line of a text as a caption (COCO, Flickr)"
     )
     parser.add_argument("--zeroshot-data", metavar="FOLDER", help="labelled images for zero-shot classification")
     parser.add_argument(

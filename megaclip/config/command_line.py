@@ -193,9 +193,9 @@ class TrainArguments(BaseModel):
     val_data: list[str] = Field(default=[], description="held-out image-text pairs for retrieval")
     group_captions: bool = Field(
         default=False,
-        description="use all captions of an image in --val-data that are in a list or on the lines of one file (COCO, "
-        "Flickr); default: the first of a list. Rows with equal images are always one image with several captions. "
-        "Training takes the captions of a list in turn, one per epoch",
+        description="take every line of a text in --val-data as a caption (CLIP_benchmark's COCO and Flickr); default: "
+        "a text is one caption. Rows with equal images are always one image with several captions, and all captions of "
+        "a list are used. Training takes the captions of a list in turn, one per epoch",
     )
     zeroshot_data: str | None = Field(
         default=None,

@@ -37,8 +37,8 @@ class RawSample:
     key: str
     """Origin of the sample for messages: shard and name, or table, row and file."""
     alternatives: tuple[str, ...] = ()
-    """Single captions, if the source has several per image. Training takes one of them at a time. An evaluation takes
-    the first one, or with --group-captions all of them."""
+    """Single captions, if the source has several per image. Training takes one of them at a time, an evaluation
+    all of them."""
 
     @property
     def lines(self) -> list[str]:
@@ -80,7 +80,8 @@ class Batch(_Tensors):
 
 @dataclasses.dataclass
 class EvaluationBatch(Batch):
-    """Image-text pairs with their ids; bad samples and rows without a sample are padding.
+    """Image-text pairs with their ids; bad samples and rows without a sample are padding. `tokens` (m, L) has all m
+    captions of the images, at least one per row.
 
     Training needs no ids in its batches: `TrainLoader.ids_of_step` computes them before a batch has been read.
     """
@@ -89,8 +90,10 @@ class EvaluationBatch(Batch):
     """Rows in the dataset (b,) int64, dense and stable. PADDING_ID marks padding."""
     image_digests: torch.Tensor
     """Digest of each image's file (b,) int64, by which equal images are recognised; 0 where the id is PADDING_ID."""
-    caption_counts: torch.Tensor
-    """Number of captions of each image in its list or on lines (b,) int64, of which `tokens` has one."""
+    caption_rows: torch.Tensor
+    """Row of the image of each caption (m,) int64, ascending."""
+    caption_lines: torch.Tensor
+    """Number of lines of a text that is one caption, (b,) int64; 1 for images with several captions."""
 
 
 @dataclasses.dataclass

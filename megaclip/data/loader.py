@@ -181,9 +181,11 @@ class EvaluationLoader:
         world_size: int = 1,
         num_workers: int = 0,
         max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION,
+        by_line: bool = False,
     ) -> None:
+        """by_line: every line of a text is a caption."""
         self._dataset = dataset
-        self._reader = EvaluationReader(dataset, transform, tokenizer)
+        self._reader = EvaluationReader(dataset, transform, tokenizer, by_line=by_line)
         self._advice = "" if tokenizer is None else INSPECT_ADVICE
         self._samples = len(dataset)
         self._batch_size = batch_size

@@ -163,10 +163,13 @@ def check_caption(raw: RawSample) -> None:
 class EvaluationReader:
     """Read batches of pairs (with a tokenizer) or labelled images (without one). Bad samples become padding rows.
 
-    Of an image with several captions the first one is read.
+    by_line: every line of a text is a caption.
     """
 
-    def __init__(self, dataset: ReadableSet, transform: ImageTransform, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, dataset: ReadableSet, transform: ImageTransform, tokenizer: Tokenizer | None, *, by_line: bool = False
+    ) -> None:
+        self._by_line = by_line
         self._dataset = dataset
         self._transform = transform
         self._tokenizer = tokenizer
@@ -175,8 +178,8 @@ class EvaluationReader:
         """Return the batch of `ids` (b,). PADDING_ID makes a padding row."""
         size = self._transform.size
         images = torch.zeros(len(ids), 3, size, size, dtype=torch.uint8)
-        captions, kept = [""] * len(ids), np.full_like(ids, PADDING_ID)
-        digests, counts = torch.zeros(2, len(ids), dtype=torch.int64)
+        captions, kept = [[""]] * len(ids), np.full_like(ids, PADDING_ID)
+        digests, lines = torch.zeros(2, len(ids), dtype=torch.int64)
         bad_samples = list[BadSampleReport]()
         for row, sample_id in enumerate(ids.tolist()):
             if sample_id == PADDING_ID:
@@ -186,8 +189,9 @@ class EvaluationReader:
                 raw = self._dataset.read(sample_id)
                 check_caption(raw)
                 images[row] = decode_image(self._transform, raw, (0, 0, 0))
-                captions[row], kept[row] = _one_caption(raw, 0), sample_id
-                digests[row], counts[row] = raw.image_digest, len(raw.lines)
+                kept[row], digests[row] = sample_id, raw.image_digest
+                captions[row] = list(raw.alternatives) or (raw.lines if self._by_line else [raw.caption])
+                lines[row] = len(raw.lines) if captions[row] == [raw.caption] else 1
             except BadSample as bad:
                 bad_samples.append(BadSampleReport(bad.kind, bad.detail, self._dataset.shard_name(sample_id)))
             except Exception as error:  # as in training
@@ -195,9 +199,10 @@ class EvaluationReader:
                 return Loaded(None, bad_samples, fatal=_unreadable(self._dataset, sample_id, error, what))
         kept_ids, reads = torch.from_numpy(kept), int((ids != PADDING_ID).sum())
         if self._tokenizer is not None:
-            batch = EvaluationBatch(images, self._tokenizer(captions), kept_ids, digests, counts)
-            return Loaded(batch, bad_samples, reads)
-        labels = torch.tensor([int(caption) if caption else PADDING_ID for caption in captions])
+            tokens = self._tokenizer([caption for texts in captions for caption in texts])
+            rows = torch.arange(len(ids)).repeat_interleave(torch.tensor([len(texts) for texts in captions]))
+            return Loaded(EvaluationBatch(images, tokens, kept_ids, digests, rows, lines), bad_samples, reads)
+        labels = torch.tensor([int(label) if label else PADDING_ID for (label,) in captions])
         return Loaded(LabelledBatch(images, labels, kept_ids), bad_samples, reads)
 
 

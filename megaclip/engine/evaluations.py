@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import cached_property
 from typing import Any
 
 import deepspeed.comm as dist
@@ -12,11 +11,9 @@ from megaclip.engine.inputs import Inputs
 from megaclip.engine.metrics import Metrics
 from megaclip.engine.trainer import Trainer
 from megaclip.evaluation import (
-    CaptionGroups,
     ModelEncoder,
     evaluate_datasets,
     example_pictures,
-    group_captions,
 )
 
 
@@ -61,11 +58,11 @@ class Evaluations:
                     encode,
                     pairs=inputs.validation,
                     labelled=inputs.labelled,
-                    captions=self._captions,
                     transform=inputs.evaluation_transform,
                     tokenizer=inputs.tokenizer,
                     batch_size=arguments.eval_batch_size,
                     num_workers=arguments.workers,
+                    group_captions=arguments.group_captions,
                     progress=lambda batches, name: self._watched(metrics.progress(batches, name)),
                 )
         finally:
@@ -75,10 +72,3 @@ class Evaluations:
         if dist.get_rank() == 0 and result.examples is not None and inputs.validation is not None:
             pictures = example_pictures(result.examples, inputs.validation)
         metrics.record_evaluation(trainer.step, self.scores, pictures, left_out, of_average=arguments.eval_ema)
-
-    @cached_property
-    def _captions(self) -> CaptionGroups | None:
-        """Groups of validation captions that belong to the same image. None without --group-captions."""
-        if self._inputs.validation is None or not self._arguments.group_captions:
-            return None
-        return group_captions(self._inputs.validation)

@@ -5,7 +5,6 @@
 against the model (`ranking`).
 """
 
-from megaclip.evaluation.caption_groups import CaptionGroups, group_captions
 from megaclip.evaluation.datasets import evaluate_datasets
 from megaclip.evaluation.encoder import Encode, ModelEncoder
 from megaclip.evaluation.example_pictures import example_pictures
@@ -15,7 +14,6 @@ from megaclip.evaluation.suite import Evaluation, ZeroShotTask, evaluate
 from megaclip.evaluation.zero_shot import class_weights, zero_shot
 
 __all__ = [
-    "CaptionGroups",
     "Encode",
     "Evaluation",
     "ModelEncoder",
@@ -25,7 +23,6 @@ __all__ = [
     "evaluate",
     "evaluate_datasets",
     "example_pictures",
-    "group_captions",
     "retrieval",
     "retrieval_examples",
     "zero_shot",

@@ -10,7 +10,6 @@ from typing import Any
 from megaclip.comm.collectives import sum_counts
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.data import EvaluationLoader, ImageTransform, LabelledDataset, PairDataset, Tokenizer
-from megaclip.evaluation.caption_groups import CaptionGroups
 from megaclip.evaluation.encoder import Encode
 from megaclip.evaluation.suite import Evaluation, ZeroShotTask, evaluate
 
@@ -23,12 +22,12 @@ def evaluate_datasets(
     *,
     pairs: PairDataset | None,
     labelled: LabelledDataset | None,
-    captions: CaptionGroups | None,
     transform: ImageTransform,
     tokenizer: Tokenizer,
     batch_size: int,
     num_workers: int,
     text_batch_size: int = 256,
+    group_captions: bool = False,
     progress: Progress = lambda batches, _: batches,
 ) -> tuple[Evaluation, dict[str, int]]:
     """Return the evaluation, and the number of bad samples that all ranks left out of it, by kind.
@@ -38,10 +37,10 @@ def evaluate_datasets(
     Args:
         pairs: dataset for retrieval, or None.
         labelled: dataset for zero-shot classification, or None. At least one dataset is required.
-        captions: groups of all captions of `pairs`, or None for one caption per pair.
         batch_size: number of images that a rank encodes at once.
         num_workers: number of data worker processes per rank.
-        text_batch_size: number of prompts, or of captions in `captions`, that a rank encodes at once.
+        text_batch_size: number of prompts that a rank encodes at once.
+        group_captions: every line of a text in `pairs` is a caption.
         progress: shows the progress over the batches.
 
     Raises:
@@ -50,8 +49,17 @@ def evaluate_datasets(
     loaders: list[EvaluationLoader] = []
 
     def batches(dataset: PairDataset | LabelledDataset, tokenizer: Tokenizer | None, name: str) -> Iterable[Any]:
-        options = {"rank": group_rank(), "world_size": group_size(), "num_workers": num_workers}
-        loaders.append(EvaluationLoader(dataset, transform, tokenizer, batch_size=batch_size, **options))
+        loader = EvaluationLoader(
+            dataset,
+            transform,
+            tokenizer,
+            batch_size=batch_size,
+            rank=group_rank(),
+            world_size=group_size(),
+            num_workers=num_workers,
+            by_line=group_captions,
+        )
+        loaders.append(loader)
         return progress(loaders[-1], name)
 
     task = None
@@ -61,7 +69,6 @@ def evaluate_datasets(
         encode,
         tokenizer=tokenizer,
         pairs=None if pairs is None else batches(pairs, tokenizer, "retrieval"),
-        captions=captions,
         labelled=task,
         text_batch_size=text_batch_size,
     )

@@ -1,16 +1,25 @@
 """Draw the two evaluation pictures of collected examples; captions and images are read from the dataset by id."""
 
+from typing import Any, Protocol
+
 import numpy as np
 from PIL import Image
 
 from megaclip.data.batch import PADDING_ID, BadSample
 from megaclip.data.images import eight_bit, open_image
-from megaclip.evaluation.caption_groups import PairSource
 from megaclip.evaluation.examples import RetrievalExamples
 from megaclip.evaluation.pictures import Picture, retrieval_grid, similarity_heatmap
 from megaclip.logging import get_logger, log_once
 
 _logger = get_logger(__name__)
+
+
+class PairSource(Protocol):
+    """Interface of `data.PairDataset` that the pictures use."""
+
+    def read(self, sample_id: int, /) -> Any: ...
+
+
 _LARGEST_SIDE = 256
 
 

@@ -14,10 +14,10 @@ import torch
 from megaclip.comm.collectives import gather_integers, sum_over_ranks
 from megaclip.data.batch import PADDING_ID
 from megaclip.errors import DataError
-from megaclip.evaluation.caption_groups import CaptionGroups, encode_captions, first_equal_image
 from megaclip.evaluation.encoder import Encode, in_step
+from megaclip.evaluation.equal_images import first_equal_image
 from megaclip.evaluation.examples import RetrievalExamples, retrieval_examples, spread
-from megaclip.evaluation.retrieval import NO_PAIRS, retrieval
+from megaclip.evaluation.retrieval import retrieval
 from megaclip.evaluation.zero_shot import zero_shot
 from megaclip.logging import get_logger, log_once
 
@@ -53,7 +53,6 @@ def evaluate(
     *,
     tokenizer: Tokenize,
     pairs: Iterable[Any] | None = None,
-    captions: CaptionGroups | None = None,
     labelled: ZeroShotTask | None = None,
     example_count: int = 32,
     text_batch_size: int = 256,
@@ -61,12 +60,11 @@ def evaluate(
     """Evaluate retrieval of `pairs` and zero-shot classification of `labelled`, if given. Every rank must call it.
 
     Args:
-        pairs: this rank's `Batch`es of held-out image-caption pairs, or None.
-        captions: result of `group_captions`, for all captions in lists and on lines; the tokens of `pairs` are then
-            not used. None: one caption per pair. Pairs with equal images are one image with several captions.
+        pairs: this rank's `EvaluationBatch`es of held-out image-caption pairs, or None. Pairs with equal images are one
+            image with several captions.
         labelled: images and classes for zero-shot classification, or None.
         example_count: number of images and captions in the similarity picture.
-        text_batch_size: number of prompts, or of captions in `captions`, that a rank encodes at once.
+        text_batch_size: number of prompts that a rank encodes at once.
 
     Raises:
         DataError: neither `pairs` nor `labelled` is given, or images and captions do not match.
@@ -83,7 +81,7 @@ def evaluate(
             prompt_batch_size=text_batch_size,
         )
     if pairs is not None:
-        features = _encode_pairs(encode, pairs, captions, tokenizer, text_batch_size)
+        features = _encode_pairs(encode, pairs)
         rows = (features.images, features.texts, features.image_ids)
         metrics |= retrieval(*rows, features.text_image_ids)
         all_ids = torch.nonzero(_present(features.image_ids)).flatten().cpu().numpy()
@@ -110,43 +108,49 @@ class _PairFeatures:
     """`text_image_ids` for the first caption of each image, -1 for its other captions."""
 
 
-def _encode_pairs(
-    encode: Encode, pairs: Iterable[Any], captions: CaptionGroups | None, tokenizer: Tokenize, text_batch_size: int
-) -> _PairFeatures:
-    """Encode images and captions batch by batch; with `captions` first all images, then this rank's captions."""
-    images, texts, columns = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
-    for batch in in_step(pairs):
-        image_features, text_features = encode(images=batch.images, tokens=batch.tokens if captions is None else None)
-        assert image_features is not None, "encode returns features for every given input"
+def _encode_pairs(encode: Encode, pairs: Iterable[Any]) -> _PairFeatures:
+    """Encode images and captions batch by batch, and group the captions by image."""
+    images, texts, columns, rows = [list[torch.Tensor]() for _ in range(4)]
+    for number, batch in enumerate(in_step(pairs)):
+        image_features, text_features = _encode_batch(encode, batch)
         images.append(image_features)
-        texts += [] if text_features is None else [text_features]
-        columns.append(torch.stack([batch.ids, batch.image_digests, batch.caption_counts]).to(image_features.device))
+        texts.append(text_features)
+        rows.append((batch.caption_rows + number * len(batch.ids)).to(image_features.device))
+        columns.append(torch.stack([batch.ids, batch.image_digests, batch.caption_lines]).to(image_features.device))
     if not columns:
         raise DataError("retrieval requires at least one batch of image-caption pairs on every rank, got none")
-    pair_ids, digests, caption_counts = torch.cat(columns, dim=1)
-    if captions is None:
-        _warn_of_several_captions(caption_counts)
-        text_image_ids = first_equal_image(pair_ids, digests)
-        image_ids = pair_ids.masked_fill(text_image_ids != pair_ids, PADDING_ID)  # a repeated image counts once
-        return _PairFeatures(torch.cat(images), torch.cat(texts), image_ids, text_image_ids, image_ids)
-    image_ids = captions.image_ids_of(pair_ids)
-    present = _present(image_ids).cpu()
-    if not present.any():
-        raise DataError(NO_PAIRS)
-    captions = captions.of_images(present)
-    text_features = encode_captions(encode, captions.texts, tokenizer, batch_size=text_batch_size)
-    caption_ids = (captions.image_ids.to(image_ids.device), captions.leading_ids.to(image_ids.device))
-    return _PairFeatures(torch.cat(images), text_features, image_ids, *caption_ids)
+    pair_ids, digests, lines = torch.cat(columns, dim=1)
+    _warn_of_lines(lines)
+    image_of_pair, row = first_equal_image(pair_ids, digests), torch.cat(rows)
+    image_ids = pair_ids.masked_fill(image_of_pair != pair_ids, PADDING_ID)  # a repeated image counts once
+    is_first = row.diff(prepend=row.new_tensor([-1])) > 0
+    leading_ids = image_ids[row].masked_fill(~is_first, PADDING_ID)
+    return _PairFeatures(torch.cat(images), torch.cat(texts), image_ids, image_of_pair[row], leading_ids)
 
 
-def _warn_of_several_captions(caption_counts: torch.Tensor) -> None:
-    """Warn once if images have several captions, of which only one is evaluated. caption_counts: those of this rank."""
-    several = int(sum_over_ranks((caption_counts > 1).sum()))
+def _encode_batch(encode: Encode, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the features of b images (b, D) and of all their m captions (m, D).
+
+    Ranks may have different m. Every rank calls `encode` equally often, each time with b captions.
+    """
+    size, count = len(batch.images), len(batch.tokens)
+    most = max(number for (number,) in gather_integers([count]))
+    features = []
+    for start in range(0, most, size):
+        place = torch.arange(start, start + size)
+        tokens = batch.tokens[place.where(place < count, 0)]
+        features.append(encode(images=None if start else batch.images, tokens=tokens))
+    return features[0][0], torch.cat([texts for _, texts in features])[:count]  # type: ignore[return-value, misc]
+
+
+def _warn_of_lines(caption_lines: torch.Tensor) -> None:
+    """Warn once if captions have several lines, which may be several captions. caption_lines: those of this rank."""
+    several = int(sum_over_ranks((caption_lines > 1).sum()))
     if several:
         log_once(
             _logger.warning,
-            f"{several} images of --val-data have several captions, and retrieval takes the first caption of a list "
-            "and all lines of a file as one caption; --group-captions makes each a caption of its own",
+            f"{several} texts of --val-data have several lines, and each text is one caption; --group-captions makes "
+            "each line a caption of its own",
         )
 
 

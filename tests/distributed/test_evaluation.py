@@ -13,9 +13,8 @@ import torch
 
 from megaclip.comm.collectives import gather_objects
 from megaclip.comm.groups import group_rank, group_size
-from megaclip.data import RawSample
 from megaclip.errors import DataError
-from megaclip.evaluation import ModelEncoder, ZeroShotTask, evaluate, group_captions, retrieval_examples, zero_shot
+from megaclip.evaluation import ModelEncoder, ZeroShotTask, evaluate, retrieval_examples, zero_shot
 from megaclip.evaluation.retrieval import retrieval, retrieval_ranks
 from megaclip.models import ModelConfig, build_model
 from tests.distributed.checks import Outcome, assert_passed, run_checks
@@ -25,7 +24,6 @@ from tests.evaluation_oracle import (
     image_facts,
     paired_features,
     ranks_by_sorting,
-    raw_pair,
     recall,
     retrieval_by_sorting,
     unit_features,
@@ -152,19 +150,6 @@ class ToyModel:
         assert all(calls == self.calls for calls in gather_objects(self.calls))
 
 
-class Pairs:
-    """Dataset in which equal features are equal images."""
-
-    def __init__(self, features: np.ndarray, captions: list[str]) -> None:
-        self._features, self._captions = features, captions
-
-    def __len__(self) -> int:
-        return len(self._captions)
-
-    def read(self, sample_id: int) -> RawSample:
-        return raw_pair(self._features[sample_id], self._captions[sample_id])
-
-
 def tokenizer(texts: list[str]) -> torch.Tensor:
     """Return one token per text: the number in the text."""
     return torch.tensor([[int("".join(filter(str.isdigit, text)) or 0)] for text in texts])
@@ -218,19 +203,16 @@ def check_suite(layout: str) -> None:
     features = unit_features(np.random.default_rng(4), image_count, DIM) + WORDS[:image_count].numpy()
     features = (features / np.linalg.norm(features, axis=1, keepdims=True)).astype(np.float32)
     model, numbers = ToyModel(), np.arange(image_count)
-    groups, pairs = None, local_batches(features, numbers)
-    if layout == "captions on lines":
-        captions = ["\n".join(f"word {word}" for word in words[owner == image]) for image in numbers]
-        groups = group_captions(Pairs(features, captions))
-    elif layout != "one caption":
-        pairs = local_batches(features[owner], words)
-    if layout == "image repeated, read before":
-        groups = group_captions(Pairs(features[owner], [f"word {word}" for word in words]))
+    pairs = local_batches(features[owner], words) if layout == "image repeated" else local_batches(features, numbers)
+    if layout == "several captions":
+        for batch in pairs:
+            of_row = [words[owner == image] if image >= 0 else words[:1] for image in batch.ids.numpy()]
+            batch.tokens = torch.from_numpy(np.concatenate(of_row))[:, None]
+            batch.caption_rows = torch.arange(len(of_row)).repeat_interleave(torch.tensor([len(w) for w in of_row]))
     result = evaluate(
         model,
         tokenizer=tokenizer,
         pairs=pairs,
-        captions=groups,
         labelled=ZeroShotTask(local_batches(features, numbers), [str(n) for n in numbers], ["{c}"]),
         example_count=3,
         text_batch_size=2,
@@ -259,21 +241,6 @@ def check_loader_errors() -> None:
         evaluate(ToyModel(), tokenizer=tokenizer, pairs=failing())
     with pytest.raises(DataError, match="too many bad samples"):
         evaluate(ToyModel(), tokenizer=tokenizer, labelled=ZeroShotTask(failing(), ["1"], ["{c}"]))
-
-
-class Unreadable(Pairs):
-    """Pairs whose share on the last rank cannot be read."""
-
-    def read(self, pair: int) -> RawSample:
-        if group_rank() == group_size() - 1:
-            raise DataError("cannot read the tar shard")
-        return super().read(pair)
-
-
-def check_grouping_errors() -> None:
-    """The last rank cannot read a shard. All ranks must raise an error instead of waiting for its digests."""
-    with pytest.raises(DataError, match="cannot read the tar shard"):
-        group_captions(Unreadable(WORDS[:6].numpy(), ["a word"] * 6))
 
 
 ZERO_3 = {
@@ -360,10 +327,9 @@ def checks(world_size: int) -> dict[str, Callable[[], None]]:
     for class_count, image_count in ((1, 1), (2, 3), (7, 40), (23, 101)):
         name = f"zero-shot, {class_count} classes, {image_count} images"
         result[name] = partial(check_zero_shot, class_count, image_count)
-    for layout in ("one caption", "captions on lines", "image repeated", "image repeated, read before"):
+    for layout in ("one caption", "several captions", "image repeated"):
         result[f"retrieval and zero-shot, {layout}"] = partial(check_suite, layout)
     result["loader errors on every rank"] = check_loader_errors
-    result["errors of grouped captions on every rank"] = check_grouping_errors
     if world_size == 2:
         for pool_type in ("last", "eos"):
             result[f"ZeRO-3, {pool_type}"] = partial(check_zero_3, pool_type)

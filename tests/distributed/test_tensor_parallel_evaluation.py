@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from megaclip.comm.groups import group_rank, group_size
-from megaclip.data import RawSample
-from megaclip.evaluation import ModelEncoder, evaluate, group_captions
+from megaclip.evaluation import ModelEncoder, evaluate
 from megaclip.models import build_model
 from megaclip.zero.optimizers import set_learning_rate, update
 from tests.distributed.engine_cases import MODEL, TRANSFORM, Case, backpropagate, start_engine, whole_parameters
 from tests.distributed.harness import run_ranks
 from tests.distributed.megatron_mark import MEGATRON
 from tests.distributed.test_tensor_parallel import split
-from tests.evaluation_oracle import image_facts, raw_pair, retrieval_by_sorting
+from tests.evaluation_oracle import image_facts, retrieval_by_sorting
 
 pytestmark = MEGATRON
 
@@ -56,20 +55,20 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def read(self, sample_id: int) -> RawSample:
-        return raw_pair(self.images[sample_id].numpy(), self.texts[sample_id])
-
     def batches(self) -> list[SimpleNamespace]:
         """Return this rank's batches of ROWS rows, padded to equal numbers of batches on all ranks."""
         rows = -(-len(self) // (group_size() * ROWS)) * ROWS
         ids = torch.arange(group_rank(), rows * group_size(), group_size())
         inside = ids.clamp(max=len(self) - 1)
         ids = ids.masked_fill(ids >= len(self), -1)
-        tokens = tokenize([self.texts[index].split("\n")[0] for index in inside.tolist()])
-        parts = (self.images[inside].split(ROWS), tokens.split(ROWS), ids.split(ROWS))
-        return [
-            SimpleNamespace(images=i, tokens=t, ids=d, **image_facts(i.numpy())) for i, t, d in zip(*parts, strict=True)
-        ]
+        batches = []
+        for places, batch_ids in zip(inside.split(ROWS), ids.split(ROWS), strict=True):
+            images, lines = self.images[places], [self.texts[place].split("\n") for place in places.tolist()]
+            batch = SimpleNamespace(images=images, ids=batch_ids, **image_facts(images.numpy()))
+            batch.tokens = tokenize([text for texts in lines for text in texts])
+            batch.caption_rows = torch.arange(ROWS).repeat_interleave(torch.tensor([len(texts) for texts in lines]))
+            batches.append(batch)
+        return batches
 
 
 def dataset(layout: str) -> Pairs:
@@ -95,10 +94,7 @@ def evaluate_all(size: int) -> tuple[Scores, dict[int, dict[str, np.ndarray]]]:
         encode = ModelEncoder(engine, TRANSFORM.normalise, device=torch.device("cpu"))
         for layout in LAYOUTS:
             pairs = dataset(layout)
-            groups = group_captions(pairs) if layout == "captions on lines" else None
-            result = evaluate(
-                encode, tokenizer=tokenize, pairs=pairs.batches(), captions=groups, example_count=3, text_batch_size=2
-            )
+            result = evaluate(encode, tokenizer=tokenize, pairs=pairs.batches(), example_count=3, text_batch_size=2)
             scores[stage, layout] = result.metrics
         parameters[stage] = whole_parameters(engine)
     return scores, parameters

@@ -219,12 +219,7 @@ def test_equal_images_are_one_image_in_every_format(
     lines = [m for i, t in enumerate(captions) for m in ((f"{i}.png", encoded(i)), (f"{i}.txt", "\n".join(t).encode()))]
     write_tar(tmp_path / "lines.tar", lines)
     found = {}
-    for flags in (
-        "rows.csv",
-        "rows.csv --group-captions",
-        "lists.jsonl --group-captions",
-        "lines.tar --group-captions",
-    ):
+    for flags in ("rows.csv", "rows.csv --group-captions", "lists.jsonl", "lines.tar --group-captions"):
         name, *flag = flags.split()
         arguments = ["--val-data", tmp_path / name, "--workers", 0, "--json", tmp_path / "scores.json", *flag]
         run(monkeypatch, folder / "model", *arguments)
@@ -232,8 +227,8 @@ def test_equal_images_are_one_image_in_every_format(
     assert 0 < found["rows.csv"]["retrieval_r10_t2i"] < 1, "the data must not be trivial"
     assert all(metrics == pytest.approx(found["rows.csv"]) for metrics in found.values())
     assert warnings.messages == []
-    run(monkeypatch, folder / "model", "--val-data", tmp_path / "lists.jsonl", "--workers", 0)
-    assert f"{COUNT} images of --val-data have several captions, and retrieval takes" in warnings.text
+    run(monkeypatch, folder / "model", "--val-data", tmp_path / "lines.tar", "--workers", 0)
+    assert f"{COUNT} texts of --val-data have several lines, and each text is one caption; --group-" in warnings.text
 
 
 @pytest.fixture

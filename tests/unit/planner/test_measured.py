@@ -148,7 +148,7 @@ def test_retrieval_takes_the_planned_bytes(tmp_path: Path, monkeypatch: pytest.M
         return torch.randn(len(images), dimensions), torch.randn(len(tokens), dimensions)
 
     batches = (
-        EvaluationBatch(*torch.zeros(2, rows, 1), ids, image_digests=ids, caption_counts=torch.ones_like(ids))
+        EvaluationBatch(*torch.zeros(2, rows, 1), ids, ids, torch.arange(rows), torch.ones_like(ids))
         for ids in torch.arange(pairs).split(rows)
     )
     monkeypatch.setattr(suite, "retrieval", partial(suite.retrieval, tile_budget_mib=2))
