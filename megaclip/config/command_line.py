@@ -162,7 +162,11 @@ class TrainArguments(BaseModel):
     force_patch_dropout: float | None = Field(
         default=None, ge=0, lt=1, description="patch dropout, instead of the model's"
     )
-    logit_scale_max: float = Field(default=100.0, ge=1, description="upper bound of exp(logit_scale), at least 1")
+    logit_scale_max: float = Field(
+        default=100.0,
+        ge=1,
+        description="upper bound of exp(logit_scale), at least 1; without the flag, weights above it raise it",
+    )
 
     epochs: Positive | None = Field(
         default=None, description=f"passes over the training data (default {DEFAULT_EPOCHS})"

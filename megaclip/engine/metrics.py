@@ -235,6 +235,9 @@ class Curves:
         """
         self._writer: SummaryWriter | None = None
         self._monitor = monitor if monitor is not None and monitor.enabled else None
+        table = getattr(self._monitor, "csv_monitor", None)
+        if table is not None and table.enabled:  # a file of the run that is resumed has its header
+            table.filenames += [path.stem for path in Path(table.log_dir).glob("*.csv")]
         self._folder = folder
         _hide_traceback_of_writer()
         try:

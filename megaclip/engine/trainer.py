@@ -54,6 +54,8 @@ class Trainer:
         )
         self.average = WeightAverage(self.engine, self.config.megaclip.ema_decay)
         self.logit_scale = LogitScale(self.engine, arguments.logit_scale_max)
+        self._keeps_scale = "logit_scale_max" not in arguments.model_fields_set
+        self._admit_scale()
         bias = self.engine.module.logit_bias
         self.logit_bias = None if bias is None else MasterScalar(bias)
         self.loss = RunLoss(
@@ -83,6 +85,11 @@ class Trainer:
         self.step = step
         if step:
             self.average.loaded(step)
+        self._admit_scale()
+
+    def _admit_scale(self) -> None:
+        if not self.config.megaclip.is_global:  # these losses have bounds of their own
+            self.logit_scale.admit(raises_maximum=self._keeps_scale)
 
     def train_step(self, batch: StepStore) -> StepMetrics:
         """Take one optimizer step, and advance `batch` and `step`.

@@ -10,9 +10,9 @@ import json
 import math
 from importlib import resources
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from typing_extensions import Self
 
 from megaclip.errors import ConfigError, closest, config_error, shortened
@@ -59,6 +59,18 @@ for _section in ("vision_cfg", "text_cfg"):
     _NOT_SUPPORTED[_section].update(dict.fromkeys(_BLOCK_VARIANTS, False), block_type=None)
 
 
+def _side(size: Any) -> Any:
+    """Return the side of a square that open_clip's schema describes as [height, width]; anything else unchanged."""
+    if not isinstance(size, list | tuple):
+        return size
+    if len(size) != 2 or size[0] != size[1]:
+        raise ValueError("only a square is supported, n or [n, n]")
+    return size[0]
+
+
+_Side = Annotated[int, BeforeValidator(_side)]
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -66,7 +78,7 @@ class _Section(BaseModel):
 class DescribedVision(_Section):
     """Settings of any image tower."""
 
-    image_size: int = Field(224, gt=0, le=_MAX_PIXELS)
+    image_size: _Side = Field(224, gt=0, le=_MAX_PIXELS)
     """Height and width of the square input, in pixels."""
     patch_dropout: float = Field(0.0, ge=0, lt=1)
     """Fraction of patches left out of every training image."""
@@ -143,7 +155,7 @@ class Description(_Section, abc.ABC):
 class VisionConfig(DescribedVision):
     """The image tower: a pre-norm vision transformer (open_clip's `vision_cfg`)."""
 
-    patch_size: int = Field(16, gt=0)
+    patch_size: _Side = Field(16, gt=0)
     """Height and width of one patch, in pixels."""
     layers: int = Field(12, gt=0, le=_MAX_LAYERS)
     """Number of transformer blocks."""

@@ -19,7 +19,11 @@ from deepspeed.utils import (
     safe_set_local_fp32_param,
 )
 
+from megaclip.comm.groups import group_rank
+from megaclip.logging import get_logger, log_once
 from megaclip.zero.parameters import is_partitioned
+
+logger = get_logger(__name__)
 
 
 class MasterScalar:
@@ -63,6 +67,23 @@ class LogitScale(MasterScalar):
         """maximum: upper bound of exp(logit_scale). The lower bound is 1, as in open_clip."""
         super().__init__(engine.module.logit_scale)
         self._bounds = (0.0, math.log(maximum))
+
+    def admit(self, *, raises_maximum: bool) -> None:
+        """Warn if the value is above its upper bound, and make it the bound if `raises_maximum`.
+
+        SigLIP's released scales are 112 to 118. Call it when the weights of a start or of a checkpoint are in place.
+        """
+        value = float(self.read())
+        if value <= self._bounds[1]:
+            return
+        scale, maximum = math.exp(value), math.exp(self._bounds[1])
+        outcome = f"becomes {maximum:.4g} at the first update"
+        if raises_maximum:
+            outcome, self._bounds = "is the bound of this run; --logit-scale-max sets another one", (0.0, value)
+        if group_rank() == 0:
+            log_once(
+                logger.warning, f"the logit scale of the weights is {scale:.4g}, above {maximum:.4g}: it {outcome}"
+            )
 
     @torch.no_grad()
     def clamp_(self) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deepspeed.monitor import csv_monitor
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megaclip.engine import metrics, trainer
@@ -59,6 +60,26 @@ def test_a_run_continues_without_curves_when_the_disk_is_full(tmp_path: Path, wa
     assert "Traceback" not in capfd.readouterr().err
     events = EventAccumulator(str(tmp_path)).Reload()
     assert events.Scalars("loss")[0].value == 1.0
+
+
+def test_the_csv_files_of_a_resumed_run_have_one_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(csv_monitor.dist, "get_rank", lambda: 0)
+    config = SimpleNamespace(enabled=True, output_path=str(tmp_path), job_name="csv")
+    for start in (0, 2):
+        table = csv_monitor.csvMonitor(config)
+        monitor = SimpleNamespace(enabled=True, csv_monitor=table, write_events=table.write_events)
+        curves = Curves(tmp_path / "tensorboard", start, monitor)
+        for step in (start + 1, start + 2):
+            curves.write(step, {"train/loss": float(step), "new": 0.0} if start else {"train/loss": float(step)})
+        curves.close()
+    assert (tmp_path / "csv" / "train_loss.csv").read_text().split() == [
+        "step,loss",
+        "1,1.0",
+        "2,2.0",
+        "3,3.0",
+        "4,4.0",
+    ]
+    assert (tmp_path / "csv" / "new.csv").read_text().split() == ["step,new", "3,0.0", "4,0.0"]
 
 
 def test_a_folder_that_cannot_be_written_to_leaves_the_run_without_curves(tmp_path: Path, warnings: list[str]) -> None:

@@ -146,3 +146,14 @@ def test_replace_checks_the_changed_keys():
     assert (config.text_cfg.vocab_size, config.text_cfg.eos_id, config.text_cfg.width) == (300, 7, 96)
     with pytest.raises(ConfigError, match="vocab"):
         config.replace(text_cfg={"vocab": 3})
+
+
+@pytest.mark.parametrize("key", ["image_size", "patch_size"])
+def test_a_square_may_be_a_list_of_height_and_width_as_in_open_clip(key):
+    config = load_model_config("ViT-B-32")
+    side = getattr(config.vision_cfg, key)
+    assert config.replace(vision_cfg={key: [side, side]}) == config
+    for other in ([side, side + 32], [side], [side] * 3, [], [None, None], ["a", "a"], [[side], [side]]):
+        with pytest.raises(ConfigError, match=f"vision_cfg.{key}: ") as error:
+            config.replace(vision_cfg={key: other})
+        assert "\n" not in str(error.value)

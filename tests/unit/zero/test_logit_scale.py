@@ -3,9 +3,10 @@
 tests/distributed/test_engine_guards.py tests the other ZeRO stages.
 """
 
+import logging
 import math
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,3 +20,19 @@ def test_the_scale_stays_between_1_and_its_maximum(value: float, expected: float
     engine: Any = SimpleNamespace(module=SimpleNamespace(logit_scale=parameter))
     assert LogitScale(engine, 100.0).clamp_().item() == pytest.approx(expected)
     assert parameter.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("raises_maximum", "expected"), [(True, 112.3), (False, 100.0)])
+def test_a_scale_above_the_maximum_is_kept_unless_the_maximum_was_given(raises_maximum, expected, caplog, monkeypatch):
+    """SigLIP's released scale stays, also after an update below it, and is reported once."""
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    parameter = torch.nn.Parameter(torch.tensor([math.log(112.3)]))
+    scale = LogitScale(cast(Any, SimpleNamespace(module=SimpleNamespace(logit_scale=parameter))), 100.0)
+    for _ in range(2):
+        scale.admit(raises_maximum=raises_maximum)
+    before = parameter.item()
+    assert scale.clamp_().exp().item() == pytest.approx(expected)
+    assert (parameter.item() == before) == raises_maximum
+    parameter.data.fill_(6.0)
+    assert scale.clamp_().exp().item() == pytest.approx(expected)
+    assert len({record.getMessage() for record in caplog.records}) == 1 and "112.3" in caplog.text
