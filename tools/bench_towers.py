@@ -24,6 +24,7 @@ kernels: the kernels of one forward and backward pass of each tower that take th
 """
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
@@ -34,16 +35,17 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megaclip.models import ClipModel, build_model, load_model_config
+from megaclip.models import ClipModel, build_model, compilation, load_model_config
 from megaclip.models.attention import attend
 from megaclip.models.blocks import Attention, Position, ResidualBlock
-from megaclip.models.compilation import compiled_body
+from megaclip.models.compilation import compiled_class
 from megaclip.models.packing import Pieces
 
 BACKENDS = {
@@ -160,11 +162,11 @@ def block_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for products, compiled in itertools.product((3, 1), (False, True)):
                 block.attn.__class__ = Attention if products == 3 else OneProduct
                 torch.compiler.reset()
-                block.use_compiled(compiled_body(ResidualBlock) if compiled else None)
+                block.__class__ = compiled_class(ResidualBlock) if compiled else ResidualBlock
                 measured = _milliseconds(_forward_and_backward(block, x, block))
                 yield described | {"block": "compiled" if compiled else "plain", "products": products, "ms": measured}
             block.attn.__class__ = Attention
-            block.use_compiled(None)
+            block.__class__ = ResidualBlock
             yield from _part_rows(described, block, x)
 
 
@@ -247,12 +249,14 @@ def _towers(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Any, 
         model = _model(name)
         module: Any = model.visual if tower == "image" else model.text
         if mode == "blocks":
-            module.transformer.compile_blocks()
+            for block in model.blocks_to_compile(module):
+                block.__class__ = compiled_class(ResidualBlock)
         elif mode == "tower":
-            module.use_compiled(compiled_body(type(module)))
+            module.__class__ = compiled_class(type(module))
         elif mode == "tuned":
-            tuned = torch.compile(type(module)._body, dynamic=False, mode="max-autotune-no-cudagraphs")
-            module.use_compiled(tuned)
+            tuned = functools.partial(torch.compile, dynamic=False, mode="max-autotune-no-cudagraphs")
+            with mock.patch.object(compilation, "compiled_function", tuned):
+                module.__class__ = compiled_class(type(module))
         described = {"model": name, "tower": tower, "batch": batch, "mode": mode}
         yield described, module, _inputs(model, tower, batch, options.captions)
         del model, module

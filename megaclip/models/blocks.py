@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from megaclip.models.attention import attend
-from megaclip.models.compilation import CompilablePart, compiled_body
 from megaclip.models.layers import LayerFactory
 from megaclip.models.packing import Pieces, first_tokens, pack, rows_of, unpack
 
@@ -141,7 +140,7 @@ class Mlp(nn.Module):
         return self.c_proj(self.gelu(self.c_fc(x_bLC)))
 
 
-class ResidualBlock(CompilablePart):
+class ResidualBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(
@@ -167,18 +166,13 @@ class ResidualBlock(CompilablePart):
         self, x_bLC: torch.Tensor, position: Position | None = None, pieces: Pieces | None = None
     ) -> torch.Tensor:
         """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position."""
-        return self._run(x_bLC, position, pieces)
-
-    def _body(
-        self, x_bLC: torch.Tensor, position: Position | None = None, pieces: Pieces | None = None
-    ) -> torch.Tensor:
         x_bQC = x_bLC if position is None else select_token(x_bLC, position, pieces)
         x_bQC = x_bQC + self.ls_1(self.attn(self.ln_1(x_bLC), position, pieces))
         return x_bQC + self.ls_2(self.mlp(self.ln_2(x_bQC)))
 
 
 class Transformer(nn.Module):
-    """A stack of residual blocks, each of which may be recomputed in the backward pass."""
+    """A stack of residual blocks."""
 
     def __init__(
         self,
@@ -196,21 +190,6 @@ class Transformer(nn.Module):
         self.resblocks = nn.ModuleList(
             ResidualBlock(width, heads, mlp_ratio, ls_init_value, quick_gelu, causal, factory) for _ in range(layers)
         )
-        self.checkpoint_fn: CheckpointFunction | None = None
-
-    def compile_blocks(
-        self, where: Callable[[nn.Module], bool] = lambda block: True, *, recomputes: bool = False
-    ) -> None:
-        """Compile all blocks except the last, which has little to compute, and those where `where` returns False.
-
-        The blocks share the compiled code for every shape of their input. A shape is a batch size and, in the text
-        tower, one of the lengths at which captions are cut. recomputes: as for `compiled_body`.
-        """
-        compiled = compiled_body(ResidualBlock, recomputes=recomputes)
-        for block in list(self.resblocks)[:-1]:
-            assert isinstance(block, ResidualBlock)
-            if where(block):
-                block.use_compiled(compiled)
 
     def forward(
         self, x_bLC: torch.Tensor, position: Position | None = None, pieces: Pieces | None = None
@@ -218,9 +197,5 @@ class Transformer(nn.Module):
         """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position."""
         last = len(self.resblocks) - 1
         for index, block in enumerate(self.resblocks):
-            output_position = position if index == last else None
-            if self.checkpoint_fn is not None and torch.is_grad_enabled():
-                x_bLC = self.checkpoint_fn(block, x_bLC, output_position, pieces)
-            else:
-                x_bLC = block(x_bLC, output_position, pieces)
+            x_bLC = block(x_bLC, position if index == last else None, pieces)
         return x_bLC

@@ -1,15 +1,12 @@
 """MegaCLIP's own dual encoder: its image tower, its text tower, and the scalars of the loss."""
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
 from megaclip.comm.groups import RankGroup
 from megaclip.comm.parallelism import ONE_RANK
 from megaclip.errors import ConfigError
-from megaclip.models.blocks import CheckpointFunction, Part
-from megaclip.models.compilation import compiled_body
+from megaclip.models.blocks import Part
 from megaclip.models.config import ModelConfig
 from megaclip.models.dual_encoder import DualEncoder
 from megaclip.models.layers import LayerFactory
@@ -41,11 +38,6 @@ class ClipModel(DualEncoder):
         # Shape (1,), because DeepSpeed cannot initialise with 0-d parameters.
         self.logit_scale = nn.Parameter(torch.empty(1))
         self.logit_bias = None if config.init_logit_bias is None else nn.Parameter(torch.empty(1))
-
-    def set_activation_checkpointing(self, checkpoint_fn: CheckpointFunction | None) -> None:
-        """Run every block through `checkpoint_fn`, as `DualEncoder` documents it."""
-        self.visual.transformer.checkpoint_fn = checkpoint_fn
-        self.text.transformer.checkpoint_fn = checkpoint_fn
 
     def lock_image_tower(self, unlocked_groups: int = 0) -> None:
         """Freeze the image tower, except its last `unlocked_groups` groups.
@@ -86,17 +78,9 @@ class ClipModel(DualEncoder):
             for group in tower.trainable_groups()
         ]
 
-    def compile_towers(
-        self, whole_image_tower: bool, where: Callable[[nn.Module], bool], *, recomputes: bool = False
-    ) -> str:
-        """Compile the image tower as a whole or by blocks, and the blocks of the text tower."""
-        if whole_image_tower:
-            self.visual.use_compiled(compiled_body(type(self.visual), recomputes=recomputes))
-        else:
-            self.visual.transformer.compile_blocks(where, recomputes=recomputes)
-        self.text.transformer.compile_blocks(where, recomputes=recomputes)
-        compiled = "compiled image tower and text blocks" if whole_image_tower else "compiled blocks"
-        return f"{compiled} with selective recomputation" if recomputes else compiled
+    def blocks_to_compile(self, tower: nn.Module) -> list[nn.Module]:
+        """Return all blocks except the last, which has little to compute."""
+        return self.tower_blocks(tower)[:-1]
 
 
 def _lock(tower: nn.Module, groups: list[list[Part]], unlocked_groups: int) -> None:

@@ -1,10 +1,8 @@
 """The parts of a model that torch.compile compiles: a whole tower, or each of its blocks.
 
 Only training chunks run through compiled code. Batches of an evaluation and single rows have other shapes, and each
-shape is another compilation, so they run as plain PyTorch. The compiled parts of MegaCLIP's own towers draw no random
-numbers. These are drawn before, so patch dropout is the same with and without compilation, and in both passes of the
-gradient cache. Modules of other libraries draw numbers inside (`compiled_class`): there the compiled code calls
-PyTorch's random functions, in the same order as plain PyTorch.
+shape is another compilation, so they run as plain PyTorch. Compiled code calls PyTorch's random functions, in the same
+order as plain PyTorch, so dropout is the same with and without compilation, and in both passes of the gradient cache.
 
 A part compiles as a whole or fails, and `report_compilation` turns the failure into an error for users. The hooks of
 its module, such as those with which ZeRO-3 gathers parameters, run before and after the compiled code.
@@ -34,55 +32,29 @@ RECOMPILE_LIMIT = 256
 Compiled = Callable[..., torch.Tensor]
 
 
-class CompilablePart(nn.Module):
-    """Module whose forward pass is `_body`, plain or compiled."""
+def compiled_class(kind: type[nn.Module], *, recomputes: bool = False) -> type[nn.Module]:
+    """Return a subclass of a module whose forward pass is compiled for training chunks.
 
-    _body: Compiled
+    A module becomes compiled when its `__class__` is set to it. Modules of one class and of equal sizes share the code.
+    It is compiled at the first call with tensors of a shape, with and without gradients. Random numbers are those of
+    plain PyTorch.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._compiled: Compiled | None = None
-
-    def use_compiled(self, compiled: Compiled | None) -> None:
-        """Run training chunks through `compiled`, `compiled_body` of the class of this module; None: plain PyTorch."""
-        self._compiled = compiled
-
-    def _run(self, x: torch.Tensor, *others: Any) -> torch.Tensor:
-        """Return `_body(x, *others)`. x: (b, ..)."""
-        if self._compiled is None or not self.training or len(x) == 1:
-            return self._body(x, *others)
-        return self._compiled(self, x, *others)
-
-
-def compiled_body(part: type[CompilablePart], *, recomputes: bool = False) -> Compiled:
-    """Return the compiled `_body` of a class.
-
-    Modules of equal sizes share the code. It is compiled at the first call with tensors of a shape, with and without
-    gradients.
-
+    kind: its method `forward`, or the method that its attribute `COMPILED` names, is compiled.
     recomputes: compute layer norms and activation functions again in the backward pass, instead of keeping their
     outputs. This applies to everything that this process compiles from now on.
     """
-    return _compile(part._body, recomputes)
-
-
-def compiled_class(library_class: type[nn.Module], *, recomputes: bool = False) -> type[nn.Module]:
-    """Return a subclass of a module of another library whose forward pass is compiled for training chunks.
-
-    A module becomes compiled when its `__class__` is set to it. Random numbers are those of plain PyTorch.
-
-    recomputes: as for `compiled_body`.
-    """
     torch._inductor.config.fallback_random = True  # inductor's own numbers would differ between the cache's two passes
-    compiled = _compile(library_class.forward, recomputes)
+    name = getattr(kind, "COMPILED", "forward")
+    plain = getattr(kind, name)
+    compiled = _compile(plain, recomputes)
 
-    def forward(self: Any, *arguments: Any, **options: Any) -> Any:
+    def run(self: Any, *arguments: Any, **options: Any) -> Any:
         first = next(iter((*arguments, *options.values())))
         if not self.training or len(first) == 1:
-            return library_class.forward(self, *arguments, **options)
+            return plain(self, *arguments, **options)
         return compiled(self, *arguments, **options)
 
-    return type(library_class.__name__, (library_class,), {"forward": forward})
+    return type(kind.__name__, (kind,), {name: run})
 
 
 def compiles_whole_tower(zero_stage: int, *, checkpointing: bool, coalesces: bool) -> bool:

@@ -13,7 +13,9 @@ Shapes: b batch, L text length, D embedding.
 """
 
 import abc
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,9 @@ from torch import nn
 
 from megaclip.comm.collectives import gather_rows
 from megaclip.comm.groups import RankGroup
+from megaclip.errors import ConfigError
 from megaclip.models.blocks import CheckpointFunction
+from megaclip.models.compilation import compiled_class
 from megaclip.models.config import ModelConfig
 from megaclip.models.layers import own_rows
 from megaclip.models.open_clip_config import OpenClipConfig
@@ -55,6 +59,8 @@ class DualEncoder(nn.Module, abc.ABC):
     locked_weights: dict[str, torch.Tensor]
     """Whole float32 values of the locked parameters as they were read, if the model holds them rounded to bfloat16. On
     the first rank, until the run has written them."""
+    compiles_whole_text_tower: bool = False
+    """True if the text tower is compiled as a whole where the image tower is."""
     before_text: Callable[[], None] | None = None
     """Function that `forward` calls between the towers if it encodes images and captions, or None. The gradient cache
     seeds the text tower's random numbers with it."""
@@ -110,13 +116,27 @@ class DualEncoder(nn.Module, abc.ABC):
         (length,) = cut_lengths([int(caption_lengths(tokens, text).max())], text, self.tensor)
         return tokens[:, :length]
 
-    @abc.abstractmethod
     def set_activation_checkpointing(self, checkpoint_fn: CheckpointFunction | None) -> None:
-        """Run every block as `checkpoint_fn(block, x)` while gradients are enabled; None turns it off.
+        """Run every block through `checkpoint_fn` while gradients are enabled; None turns it off.
 
         If lower layers are locked, the function must be non-reentrant. A reentrant checkpoint computes no gradients
         for the parameters of a block whose input requires none.
+
+        Raises:
+            ConfigError: a tower has no blocks.
         """
+        for name, tower in (("image", self.visual), ("text", self.text)):
+            blocks = self.tower_blocks(tower)
+            if not blocks and checkpoint_fn is not None:
+                raise ConfigError(
+                    f"activation_checkpointing: the {name} tower {type(tower).__name__} has no blocks to checkpoint; "
+                    "leave activation_checkpointing out"
+                )
+            for block in blocks:
+                kind: Any = type(block)
+                if not hasattr(block, "checkpoint_fn"):
+                    block.__class__ = _checkpointed(kind)
+                block.checkpoint_fn = checkpoint_fn  # type: ignore[assignment]
 
     @abc.abstractmethod
     def lock_image_tower(self, unlocked_groups: int = 0) -> None:
@@ -147,7 +167,10 @@ class DualEncoder(nn.Module, abc.ABC):
         the tower are not known.
         """
 
-    @abc.abstractmethod
+    def blocks_to_compile(self, tower: nn.Module) -> list[nn.Module]:
+        """Return the blocks of a tower that are worth compiling."""
+        return self.tower_blocks(tower)
+
     def compile_towers(
         self, whole_image_tower: bool, where: Callable[[nn.Module], bool], *, recomputes: bool = False
     ) -> str:
@@ -155,10 +178,20 @@ class DualEncoder(nn.Module, abc.ABC):
 
         whole_image_tower: compile the image tower as a whole, else block by block. where: returns False for blocks
         that must not be compiled. recomputes: compute layer norms and activation functions again in the backward pass.
-
-        Raises:
-            ConfigError: the towers cannot be compiled.
         """
+        classes: dict[type, type] = {}
+        parts = []
+        for name, tower in (("image", self.visual), ("text", self.text)):
+            whole = whole_image_tower and (name == "image" or self.compiles_whole_text_tower)
+            modules = [tower] if whole else [block for block in self.blocks_to_compile(tower) if where(block)]
+            for module in modules:
+                kind = type(module)
+                if kind not in classes:
+                    classes[kind] = compiled_class(kind, recomputes=recomputes)
+                module.__class__ = classes[kind]
+            parts.append(f"{name} {'tower' if whole else 'blocks' if modules else 'tower not'}")
+        compiled = f"compiled {' and '.join(parts)}"
+        return f"{compiled} with selective recomputation" if recomputes else compiled
 
     @property
     def vocab_size(self) -> int:
@@ -199,3 +232,16 @@ def _unit_length(features: torch.Tensor) -> torch.Tensor:
 
 def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@functools.cache
+def _checkpointed(block_class: type) -> type:
+    """Return a subclass whose calls go through `checkpoint_fn`, including the hooks of the module."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = block_class.__call__.__get__(self)
+        if self.checkpoint_fn is None or not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        return self.checkpoint_fn(call, *args, **kwargs)
+
+    return type(block_class.__name__, (block_class,), {"__call__": __call__})

@@ -24,8 +24,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from megaclip.comm.parallelism import ONE_RANK
 from megaclip.errors import ConfigError, first_line
-from megaclip.models.blocks import CheckpointFunction
-from megaclip.models.compilation import compiled_class
 from megaclip.models.dual_encoder import DualEncoder
 from megaclip.models.hugging_face import known_configurations, position_limit
 from megaclip.models.open_clip_config import OpenClipConfig
@@ -65,6 +63,8 @@ class OpenClipModel(DualEncoder):
         for module in self.text.modules():
             if type(module).__name__.endswith("SinusoidalPositionalEmbedding"):
                 module.register_forward_hook(self._in_the_parameters_dtype)
+        # Captions that are cut have several lengths, and a block compiles faster than a tower.
+        self.compiles_whole_text_tower = not is_cut_exact(config.text_cfg)
         if is_cut_exact(config.text_cfg):
             transformer = self.text.get_submodule("transformer")
             transformer.register_forward_pre_hook(_with_mask_of_its_length, with_kwargs=True)
@@ -105,20 +105,6 @@ class OpenClipModel(DualEncoder):
         padding = getattr(getattr(self.text, "config", None), "pad_token_id", None)
         return torch.full_like(row, 1) if padding == 0 else torch.zeros_like(row)
 
-    def set_activation_checkpointing(self, checkpoint_fn: CheckpointFunction | None) -> None:
-        """Run every block through `checkpoint_fn`, as `DualEncoder` documents it."""
-        for name, tower in (("image", self.visual), ("text", self.text)):
-            blocks = _blocks(tower)
-            if not blocks and checkpoint_fn is not None:
-                raise ConfigError(
-                    f"activation_checkpointing: the {name} tower {type(tower).__name__} has no blocks to checkpoint; "
-                    "leave activation_checkpointing out"
-                )
-            for block in blocks:
-                if not hasattr(block, "checkpoint_fn"):
-                    block.__class__ = _checkpointed(type(block))
-                block.checkpoint_fn = checkpoint_fn  # type: ignore[assignment]
-
     def lock_image_tower(self, unlocked_groups: int = 0) -> None:
         """Freeze the image tower as open_clip's --lock-image does; a projection behind a timm trunk stays trained."""
         with _as_config_error(f"--lock-image-unlocked-groups {unlocked_groups}", self.visual):
@@ -151,28 +137,6 @@ class OpenClipModel(DualEncoder):
     def layer_groups(self, tower: nn.Module) -> list[list[nn.Parameter]]:
         """Return the parameters of a tower in the groups of open_clip's development version."""
         return open_clip_layer_groups(tower)
-
-    def compile_towers(
-        self, whole_image_tower: bool, where: Callable[[nn.Module], bool], *, recomputes: bool = False
-    ) -> str:
-        """Compile each tower as a whole, or its blocks: as `DualEncoder` documents it.
-
-        A text tower whose captions are cut is compiled by blocks, because it gets captions of several lengths, and a
-        block compiles faster than a tower.
-        """
-        classes: dict[type, type] = {}
-        parts = []
-        for name, tower in (("image", self.visual), ("text", self.text)):
-            whole = whole_image_tower and (name == "image" or not is_cut_exact(self.config.text_cfg))
-            modules = [tower] if whole else [block for block in _blocks(tower) if where(block)]
-            for module in modules:
-                kind = type(module)
-                if kind not in classes:
-                    classes[kind] = compiled_class(kind, recomputes=recomputes)
-                module.__class__ = classes[kind]
-            parts.append(f"{name} {'tower' if whole else 'blocks' if modules else 'tower not'}")
-        compiled = f"compiled {' and '.join(parts)} of open_clip"
-        return f"{compiled} with selective recomputation" if recomputes else compiled
 
     def statistics(self, tower: nn.Module) -> list[torch.Tensor]:
         """Return the buffers of the tower's batch norms."""
@@ -283,27 +247,11 @@ def _blocks(tower: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     for child in tower.children():
         is_element = isinstance(tower, nn.ModuleList | nn.Sequential)
-        if is_element and _BLOCK_CLASS.fullmatch(_library_class(child).__name__):
+        if is_element and _BLOCK_CLASS.fullmatch(type(child).__name__):
             found.append(child)
         else:
             found += _blocks(child)
     return found
-
-
-def _library_class(module: nn.Module) -> type:
-    return getattr(type(module), "library_class", type(module))
-
-
-def _checkpointed(block_class: type) -> type:
-    """Return a subclass whose calls go through `checkpoint_fn`, including the hooks of the module."""
-
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = block_class.__call__.__get__(self)
-        if self.checkpoint_fn is None or not torch.is_grad_enabled():
-            return call(*args, **kwargs)
-        return self.checkpoint_fn(call, *args, **kwargs)
-
-    return type(block_class.__name__, (block_class,), {"__call__": __call__, "library_class": block_class})
 
 
 def _with_float32_statistics(norm_class: type) -> type:

@@ -15,7 +15,6 @@ from torch import nn
 from megaclip.comm.collectives import gather_integers
 from megaclip.comm.groups import RankGroup
 from megaclip.models.blocks import Part, Position, Transformer
-from megaclip.models.compilation import CompilablePart
 from megaclip.models.config import TextConfig
 from megaclip.models.layers import LayerFactory
 from megaclip.models.open_clip_config import OpenClipText
@@ -86,7 +85,7 @@ def cut_lengths(longest: list[int], config: TextConfig | OpenClipText, ranks: Ra
     return [cut_length(max(of_chunk), config) for of_chunk in zip(*every_rank, strict=True)]
 
 
-class TextTower(CompilablePart):
+class TextTower(nn.Module):
     """Encode tokens as embeddings, which are not yet of unit length."""
 
     def __init__(self, config: TextConfig, embed_dim: int, quick_gelu: bool, factory: LayerFactory) -> None:
@@ -112,9 +111,6 @@ class TextTower(CompilablePart):
 
         pieces: rows, in the order of `tokens`, that are cut at their own lengths; None: all rows have L tokens.
         """
-        return self._run(tokens, pieces)
-
-    def _body(self, tokens: torch.Tensor, pieces: Pieces | None = None) -> torch.Tensor:
         positions = self.positional_embedding
         if pieces is None:
             x_bLC = self.token_embedding(tokens) + positions[: tokens.shape[1]]

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from megaclip.models.blocks import Part, Transformer
-from megaclip.models.compilation import CompilablePart
 from megaclip.models.config import VisionConfig
 from megaclip.models.layers import LayerFactory
 
@@ -66,8 +65,11 @@ class PatchEmbedding(nn.Conv2d):
         return patch_products(images, self)
 
 
-class VisionTower(CompilablePart):
+class VisionTower(nn.Module):
     """Encode images as embeddings, which are not yet of unit length."""
+
+    COMPILED = "_encode"
+    """Method that torch.compile compiles: patches are drawn before it."""
 
     def __init__(self, config: VisionConfig, embed_dim: int, quick_gelu: bool, factory: LayerFactory) -> None:
         super().__init__()
@@ -92,9 +94,9 @@ class VisionTower(CompilablePart):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Encode images (b, 3, image_size, image_size), any floating dtype, as (b, D) in the parameters' dtype."""
-        return self._run(images, self.patch_dropout.draw(len(images), self.config.grid_size**2, images.device))
+        return self._encode(images, self.patch_dropout.draw(len(images), self.config.grid_size**2, images.device))
 
-    def _body(self, images: torch.Tensor, kept_bk: torch.Tensor | None) -> torch.Tensor:
+    def _encode(self, images: torch.Tensor, kept_bk: torch.Tensor | None) -> torch.Tensor:
         patches_bPC = self.conv1(images.to(self.conv1.weight.dtype))
         class_b1C = self.class_embedding.expand(len(images), 1, -1)
         x_bLC = torch.cat([class_b1C, patches_bPC], dim=1) + self.positional_embedding

@@ -466,9 +466,8 @@ def start_engine(
     engine = build_engine(
         config or training_config(case), parse_arguments(flags), model or model_of(case), compiles=case.compiled
     )
-    assert model or case.compiled == any(
-        getattr(part, "_compiled", None) is not None for part in engine.module.modules()
-    )
+    defining = {type(part).__module__ for part in engine.module.modules()}
+    assert model or case.compiled == (compilation.__name__ in defining)
     return engine
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megaclip.models import ClipModel, build_model, load_model_config
-from megaclip.models.compilation import compiled_body
+from megaclip.models.compilation import compiled_class
 from tests.tolerances import COMPILED, assert_close
 
 pytestmark = pytest.mark.gpu
@@ -12,10 +12,10 @@ pytestmark = pytest.mark.gpu
 
 def compile_all(model: ClipModel, whole: bool, recomputes: bool) -> None:
     for tower in (model.visual, model.text):
-        if whole:
-            tower.use_compiled(compiled_body(type(tower), recomputes=recomputes))
-        else:
-            tower.transformer.compile_blocks(recomputes=recomputes)
+        modules = [tower] if whole else model.blocks_to_compile(tower)
+        kind = compiled_class(type(modules[0]), recomputes=recomputes)
+        for module in modules:
+            module.__class__ = kind
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from megaclip.data import ImageTransform, normalised_pixels
 from megaclip.errors import ConfigError
 from megaclip.models import ClipModel, ModelConfig, attention, build_model, compilation, load_model_config
-from megaclip.models.compilation import compiled_body, compiled_function, compiles_whole_tower, report_compilation
+from megaclip.models.compilation import compiled_class, compiled_function, compiles_whole_tower, report_compilation
 from megaclip.planner import describe, plan_memory, plan_time
 from megaclip.planner.compile_estimate import compile_estimate
 from tests.tolerances import FEATURES, TOWER_GRADIENT, assert_close
@@ -45,10 +45,10 @@ def plain_and_compiled(config: ModelConfig, *, whole: bool, recomputes: bool = F
     plain, compiled = build_model(config).double(), build_model(config).double()
     compiled.load_state_dict(plain.state_dict())
     for tower in (compiled.visual, compiled.text):
-        if whole:
-            tower.use_compiled(compiled_body(type(tower), recomputes=recomputes))
-        else:
-            tower.transformer.compile_blocks(recomputes=recomputes)
+        modules = [tower] if whole else compiled.blocks_to_compile(tower)
+        kind = compiled_class(type(modules[0]), recomputes=recomputes)
+        for module in modules:
+            module.__class__ = kind
     return plain, compiled
 
 

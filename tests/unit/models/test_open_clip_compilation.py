@@ -90,9 +90,9 @@ def test_evaluation_and_single_rows_are_not_compiled(tmp_path: Path, counter: Co
 @pytest.mark.parametrize(
     ("name", "whole", "expected"),
     [
-        ("vit", True, "compiled image tower and text blocks of open_clip"),  # its captions are cut
-        (BOTH_RANDOM, True, "compiled image tower and text tower of open_clip"),
-        (BOTH_RANDOM, False, "compiled image blocks and text blocks of open_clip"),
+        ("vit", True, "compiled image tower and text blocks"),  # its captions are cut
+        (BOTH_RANDOM, True, "compiled image tower and text tower"),
+        (BOTH_RANDOM, False, "compiled image blocks and text blocks"),
     ],
 )
 def test_what_is_compiled(tmp_path: Path, name: str, whole: bool, expected: str) -> None:
@@ -101,9 +101,7 @@ def test_what_is_compiled(tmp_path: Path, name: str, whole: bool, expected: str)
 
 def test_blocks_that_must_not_be_compiled_are_left_out(tmp_path: Path, counter: CompileCounterWithBackend) -> None:
     model = built("vit", tmp_path)
-    assert (
-        model.compile_towers(False, lambda block: False) == "compiled image tower not and text tower not of open_clip"
-    )
+    assert model.compile_towers(False, lambda block: False) == "compiled image tower not and text tower not"
     model(*batch(model))
     assert counter.frame_count == 0
 

@@ -123,10 +123,10 @@ def test_compiled_towers_save_no_more_than_planned(
     compiled = config.replace(quick_gelu=False)  # as `TowerWork` describes compiled towers
     towers = [("image", model.visual, images), ("text", model.text, tokens)]
     for name, module, rows in towers if unlocked is None else towers[:1]:
-        if whole:
-            module.use_compiled(compilation.compiled_body(type(module), recomputes=recomputes))
-        else:
-            module.transformer.compile_blocks(recomputes=recomputes)
+        parts = [module] if whole else model.blocks_to_compile(module)
+        kind = compilation.compiled_class(type(parts[0]), recomputes=recomputes)
+        for part in parts:
+            part.__class__ = kind
         measured = bytes_saved_for_backward(module, rows)
         planned = SAMPLES * tower_costs(compiled, name, 2, unlocked_groups=unlocked, recomputes=recomputes).graph
         # The plan assumes that stem and last block keep the outputs of their norms, as they do if blocks are compiled.
