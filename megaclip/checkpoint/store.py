@@ -7,11 +7,8 @@
         model/              open_clip_config.json, the tokenizer and a manifest: everything of an export except the
                             weights; with bf16 the float32 values of locked parameters
 
-A run that is killed during a save, or whose machine loses power, keeps its previous checkpoint. Files and folders are
-made to survive a power cut before the manifest names them, and the checkpoint is complete before `latest` names it.
-DeepSpeed itself writes `latest` before the other ranks have finished, so that feature of DeepSpeed is turned off.
-
-Every checkpoint records the run that wrote it. A run deletes only its own checkpoints, and incomplete ones.
+docs/checkpoints.md describes the order in which they are written, and which ones are kept. DeepSpeed itself writes
+`latest` before the other ranks have finished, so that feature of DeepSpeed is turned off.
 """
 
 import contextlib

@@ -1,11 +1,8 @@
 """End a rank when its launcher is gone: the agent of `megaclip launch` or `torchrun`, or DeepSpeed's `launch.py`.
 
-The rank would keep training and occupy its GPU, and no process would end it if another rank died. It therefore sends
-itself SIGTERM. During training all ranks save after the step (`megaclip.guards.signals`). At other times the rank ends
-at once.
-
-On one host, `launch.py` does not notice the end of `deepspeed`, which has started it. Its ranks then send themselves
-SIGUSR1. This signal has no effect on ranks that are already saving, as after Ctrl-C in a terminal.
+The rank would keep training and occupy its GPU. It therefore sends itself SIGTERM (`megaclip.guards.signals`,
+docs/operations.md). On one host, `launch.py` does not notice the end of `deepspeed`, which has started it. Its ranks
+then send themselves SIGUSR1, which has no effect on ranks that are already saving, as after Ctrl-C in a terminal.
 """
 
 import os

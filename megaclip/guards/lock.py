@@ -1,64 +1,60 @@
-"""Lock a run's folder for one run: the file `lock.json` in the folder names the run that uses it.
+"""Lock a run's folder for one run. docs/operations.md describes the rules.
 
-The first rank takes the lock before it changes anything in the folder, and holds it until the run ends. The file
-contains the host, the process and the start time of its holder. A thread of the holder touches the file every 5 s.
-Another run decides by these rules whether the holder still exists:
+The first rank takes the lock before it changes anything in the folder, and holds it until the run ends. The lock is a
+lease of the package filelock, the file `.lock`: its holder touches it every 5 s, and another host may take it after
+30 s without a change. On the same host a lease also ends with its process. The file `lock.json` names the holder.
 
-- On the same host: the process exists, has the same start time, and has not exited. The lock of a killed holder is free
-  at once.
-- On another host: the file's modification time changes within 30 s. No clocks are compared. If the holder's host is
-  gone, the lock is free after these 30 s.
-
-A holder that was only stopped (SIGSTOP, a lost network connection) finds the record of another run when it continues.
-It ends at once, without saving, because the other run now owns the folder.
-
-If two runs read the file at the same moment, an operating-system lock on `.lock.guard` lets only one of them proceed.
-If the file system has no such locks, both may write their record. The run whose record is overwritten ends within 5 s.
-
-Every holder creates a new file, which replaces the previous one, and touches only its own. So a holder that was stopped
-just before a heartbeat cannot touch the file of the run that has taken its folder.
+A holder that has lost the lease, because it was stopped (SIGSTOP) or could not reach the folder, ends at once without
+saving, because the other run now owns the folder.
 """
 
-import contextlib
 import json
 import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-from filelock import FileLock
+from filelock import SoftFileLease, Timeout
 
 from megaclip.errors import BusyError
-from megaclip.files import replacing
+from megaclip.files import write_atomically
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
 
 LOCK = "lock.json"
-_GUARD = ".lock.guard"
+_LEASE = ".lock"
 HEARTBEAT_S = 5.0
 """Seconds between two heartbeats of the holder."""
 SILENCE_S = 30.0
 """Seconds without a heartbeat after which a holder on another host counts as gone."""
-_FACTS = ("host", "machine", "pid", "started", "since", "id")
-"""Keys of the record in the file."""
 
 
 class RunLock:
     """The lock on a run's folder. `take` it before the folder changes; `release` it when the run has ended."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / LOCK
-        self._record = {**_this_process(), "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "id": uuid.uuid4().hex}
-        self._file = -1
-        """Descriptor of this holder's file."""
+        self._folder = folder
+        self._record = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": psutil.Process().create_time(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+            "id": uuid.uuid4().hex,
+        }
         self._is_released = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._lease = SoftFileLease(
+            folder / _LEASE,
+            lease_duration=SILENCE_S,
+            heartbeat_interval=HEARTBEAT_S,
+            on_compromise=self._lost,
+            thread_local=False,
+        )
 
     def take(self) -> None:
         """Take the lock. The folder must exist.
@@ -67,127 +63,78 @@ class RunLock:
             BusyError: another run holds it. The message names its host, its process and its start.
             OSError: the folder cannot be written to.
         """
-        if (holder := _read(self._path)) is not None and not _is_gone(holder, self._path):
-            raise _in_use(self._path.parent, holder)
-        with _guarded(self._path.with_name(_GUARD)):
-            now = _read(self._path)
-            if now is not None and (holder is None or now["id"] != holder["id"]):  # another run took it first
-                raise _in_use(self._path.parent, now)
-            self._create()
-        self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
-        self._thread.start()
+        lease = self._folder / _LEASE
+        if lease.is_file() and not lease.stat().st_size:  # after a power cut: filelock never writes an empty file
+            lease.unlink(missing_ok=True)
+        try:
+            self._lease.acquire(timeout=2 * SILENCE_S, poll_interval=0.2, cancel_check=self._other_is_alive())
+        except Timeout:
+            raise self._in_use() from None
+        write_atomically(self._folder / LOCK, json.dumps(self._record))
 
     def release(self) -> None:
-        """Delete the file, unless another run has taken the lock."""
+        """Delete the files, unless another run has taken the lock."""
         self._is_released.set()
-        if self._thread is None:
-            return
-        self._thread.join()
-        self._thread = None
-        os.close(self._file)
-        holder = _read(self._path)
-        if holder is not None and holder["id"] == self._record["id"]:
-            with contextlib.suppress(OSError):
-                self._path.unlink()
+        if self._lease.is_locked:
+            if self._holder().get("id") == self._record["id"]:
+                (self._folder / LOCK).unlink(missing_ok=True)
+            self._lease.release()
 
-    def _create(self) -> None:
-        """Replace an earlier holder's file by one with this process's record."""
-        with replacing(self._path) as own:
-            own.write_text(json.dumps(self._record), encoding="utf-8")
-            self._file = os.open(own, os.O_WRONLY | os.O_CLOEXEC)
+    def _other_is_alive(self) -> Callable[[], bool]:
+        """Return a function that returns whether the holder of the lock is known to exist."""
+        first: list[tuple[int, int] | None] = []
 
-    def _beat(self) -> None:
-        """Run in the thread: touch the file, and end this process if another run owns the folder."""
-        while not self._is_released.wait(HEARTBEAT_S):
-            holder = _read(self._path)
-            if holder is not None and holder["id"] != self._record["id"]:
-                logger.error("%s; this run ends without saving", _in_use(self._path.parent, holder))
-                os._exit(1)
-            with contextlib.suppress(OSError):  # the folder cannot be written to at present
-                os.utime(self._file)
+        def is_alive() -> bool:
+            holder = self._holder()
+            if not first and holder.get("host") != self._record["host"]:
+                text = "%s was locked by process %s on host %s; waiting up to %.0f s for its next heartbeat"
+                logger.info(text, self._folder, holder.get("pid"), holder.get("host"), SILENCE_S)
+            first.append(self._beat())
+            return _is_of_this_host(holder) or (first[-1] is not None and first[-1] != first[0])
+
+        return is_alive
+
+    def _beat(self) -> tuple[int, int] | None:
+        """Return the file of the lease and the time of its last change, or None if it is gone."""
+        try:
+            status = (self._folder / _LEASE).stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+    def _lost(self, loss: Any) -> None:
+        """Run in the lease's thread when the lease is lost: end this process if another run owns the folder."""
+        logger.warning("the lock of %s cannot be renewed (%s); another run may take it", self._folder, loss.reason)
+        while self._holder().get("id") in (None, self._record["id"]):
+            if self._is_released.wait(HEARTBEAT_S):
+                return
+        logger.error("%s; this run ends without saving", self._in_use())
+        os._exit(1)
+
+    def _holder(self) -> dict[str, Any]:
+        """Return the record of the run that holds the lock; empty if there is none or it is damaged."""
+        path = self._folder / LOCK
+        try:
+            record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return record if isinstance(record, dict) else {}
+
+    def _in_use(self) -> BusyError:
+        holder = {"host": "unknown", "pid": "unknown", "since": "a moment ago"} | self._holder()
+        return BusyError(
+            f"{str(self._folder)!r} is in use by another run: host {holder['host']}, process {holder['pid']}, since "
+            f"{holder['since']}; wait until it ends, end it with  kill -USR1 {holder['pid']}  on that host, or choose "
+            "another --name"
+        )
 
 
-def _this_process() -> dict[str, Any]:
-    """Return the facts by which another process identifies this process."""
-    return {
-        "host": socket.gethostname(),
-        "machine": _machine(),
-        "pid": os.getpid(),
-        "started": _start_of(os.getpid()),
-    }
-
-
-def _machine() -> str:
-    """Return an identifier of this start of the operating system and of this container's process numbers."""
-    facts = []
-    with contextlib.suppress(OSError):
-        facts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        facts.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(facts) or f"{socket.gethostname()} {psutil.boot_time()}"
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """Return the record of the holder, with the time of its heartbeat, or None without a lock or if it is damaged."""
+def _is_of_this_host(holder: dict[str, Any]) -> bool:
+    """Return whether the holder is a process of this host that has not ended, even if it is stopped."""
+    if holder.get("host") != socket.gethostname():
+        return False
     try:
-        with path.open(encoding="utf-8") as file:
-            record = json.load(file)
-            return {**{key: record[key] for key in _FACTS}, "beat": os.fstat(file.fileno()).st_mtime_ns}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _is_gone(holder: dict[str, Any], path: Path) -> bool:
-    """Return whether the holder of the lock no longer exists, by the rules at the top of this module."""
-    if holder["machine"] == _machine():
-        return _start_of(holder["pid"]) != holder["started"]
-    logger.info(
-        "%s was locked by process %d on host %s; waiting up to %.0f s for its next heartbeat",
-        path.parent,
-        holder["pid"],
-        holder["host"],
-        SILENCE_S,
-    )
-    deadline = time.monotonic() + SILENCE_S
-    while time.monotonic() < deadline:
-        time.sleep(0.5)
-        now = _read(path)
-        if now is None:
-            return True  # released
-        if (now["id"], now["beat"]) != (holder["id"], holder["beat"]):
-            return False
-    return True
-
-
-def _start_of(pid: int) -> str:
-    """Return when a process of this machine started, in a form that no clock adjustment changes; "" if it is gone."""
-    try:
-        if not Path("/proc/self/stat").exists():
-            return str(psutil.Process(pid).create_time())
-        # "PID (NAME) STATE ...": the name may contain any character. The start time is field 22, in clock ticks after
-        # boot.
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if state in "ZX" else fields[18]
-    except (OSError, psutil.Error):
-        return ""
-
-
-def _in_use(folder: Path, holder: dict[str, Any]) -> BusyError:
-    return BusyError(
-        f"{str(folder)!r} is in use by another run: host {holder['host']}, process {holder['pid']}, since "
-        f"{holder['since']}; wait until it ends, end it with  kill -USR1 {holder['pid']}  on that host, or choose "
-        "another --name"
-    )
-
-
-@contextlib.contextmanager
-def _guarded(path: Path) -> Iterator[None]:
-    """Hold an operating-system lock on `path`, or no lock if the file system does not support locks."""
-    lock = FileLock(path, timeout=SILENCE_S, fallback_to_soft=False)
-    try:
-        lock.acquire()
-    except (OSError, TimeoutError) as error:
-        logger.info("cannot lock %s (%s): two runs that start at the same moment may end each other", path, error)
-    try:
-        yield
-    finally:
-        lock.release()
+        process = psutil.Process(holder["pid"])
+        return process.create_time() == holder["started"] and process.status() != psutil.STATUS_ZOMBIE
+    except (KeyError, TypeError, ValueError, psutil.Error):
+        return False

@@ -1,23 +1,12 @@
-"""End a run that hangs, with the stacks that explain the hang.
+"""End a run that hangs, with the stacks that explain the hang. docs/operations.md describes its rules.
 
-A thread of every rank measures the time since the rank's last step. It sends a heartbeat through the store of the
-process group: the rank's step, its phase, and the number of collectives that it has entered. The thread works while the
-main thread is blocked in a collective. If the rank has made no progress for longer than its limit, the thread reads the
-heartbeats of the other ranks:
-
-- If a rank's heartbeat does not change, the rank is stopped, or its process or host is gone.
-- If a rank that is alive does work without steps, the other ranks wait for it. (It starts, evaluates, saves, or takes
-  its first steps, which compile.) This counts as a hang only when that rank has reached its own limit.
-- Otherwise the run hangs. The other ranks wait for the ranks that have entered the fewest collectives.
-
-Then every rank writes its stacks (`megaclip.guards.stacks`), the rank that has found the hang logs it, and all end with
-exit code 75. Nothing is saved: a checkpoint needs all ranks.
+A thread of every rank measures the time since the rank's last step, also while the main thread is blocked in a
+collective. It sends a heartbeat through the store of the process group: the rank's step, its phase, and the number of
+collectives that it has entered. If the rank is late, the thread reads the heartbeats of the others and decides whether
+the run hangs, and which ranks the others wait for.
 
 Python code cannot run while another thread is in a C call that does not release the interpreter lock. So the thread
-also renews a timer of `faulthandler`, which writes the stacks to standard error if it is not renewed in time. The other
-ranks report such a rank as one that does not answer.
-
-Time-outs are ordered, so that the most informative error comes first: data workers, this watchdog, collectives.
+also renews a timer of `faulthandler`, which writes the stacks to standard error if it is not renewed in time.
 """
 
 import contextlib

@@ -15,7 +15,7 @@ has an argument `pieces`, its input may be packed (`megaclip.models.packing`): (
 for its output, except that the output for one position per row is (b, 1, C).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,6 +34,15 @@ Part = nn.Module | nn.Parameter
 
 Position = torch.Tensor | int
 """Position of one token in every row: (b,) int64, or one integer for all rows, negative from the end."""
+
+
+def parameters_of(parts: Iterable[Part | None]) -> list[nn.Parameter]:
+    """Return the parameters of parts of a tower, in their order."""
+    found: list[nn.Parameter] = []
+    for part in parts:
+        if part is not None:
+            found += [part] if isinstance(part, nn.Parameter) else part.parameters()
+    return found
 
 
 def select_token(x_bLC: torch.Tensor, position: Position, pieces: Pieces | None) -> torch.Tensor:

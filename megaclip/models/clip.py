@@ -6,7 +6,7 @@ from torch import nn
 from megaclip.comm.groups import RankGroup
 from megaclip.comm.parallelism import ONE_RANK
 from megaclip.errors import ConfigError
-from megaclip.models.blocks import Part
+from megaclip.models.blocks import Part, parameters_of
 from megaclip.models.config import ModelConfig
 from megaclip.models.dual_encoder import DualEncoder
 from megaclip.models.layers import LayerFactory
@@ -69,14 +69,7 @@ class ClipModel(DualEncoder):
     def layer_groups(self, tower: nn.Module) -> list[list[nn.Parameter]]:
         """Return the parameters of the groups that `lock_image_tower` documents, from input to output."""
         assert isinstance(tower, VisionTower | TextTower)
-        return [
-            [
-                parameter
-                for part in group
-                for parameter in ([part] if isinstance(part, nn.Parameter) else part.parameters())
-            ]
-            for group in tower.trainable_groups()
-        ]
+        return [parameters_of(group) for group in tower.trainable_groups()]
 
     def blocks_to_compile(self, tower: nn.Module) -> list[nn.Module]:
         """Return all blocks except the last, which has little to compute."""

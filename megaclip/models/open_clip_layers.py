@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from megaclip.errors import ConfigError, first_line
-from megaclip.models.blocks import Part
+from megaclip.models.blocks import Part, parameters_of
 from megaclip.open_clip_package import import_open_clip
 
 
@@ -19,7 +19,7 @@ def open_clip_layer_groups(tower: nn.Module) -> list[list[nn.Parameter]]:
     Raises:
         ConfigError: the layers of the tower are not known.
     """
-    groups = [_parameters(parts) for parts in _parts(tower)]
+    groups = [parameters_of(parts) for parts in _parts(tower)]
     found = {id(parameter) for group in groups for parameter in group}
     groups[-1] += [parameter for parameter in tower.parameters() if id(parameter) not in found]
     return [group for group in groups if group]
@@ -89,13 +89,3 @@ def _blocks(blocks: nn.ModuleList, norm: nn.Module) -> list[list[Part | None]]:
 
 def _part(value: Any) -> Part | None:
     return value if isinstance(value, nn.Module | nn.Parameter) else None
-
-
-def _parameters(parts: list[Part | None]) -> list[nn.Parameter]:
-    found: list[nn.Parameter] = []
-    for part in parts:
-        if isinstance(part, nn.Parameter):
-            found.append(part)
-        elif part is not None:
-            found += part.parameters()
-    return found

@@ -34,15 +34,38 @@ class TowerWork:
 
     workload: Workload
     is_text: bool
-    parameters: Parameters
-    unlocked_groups: int | None
-    """Number of trained groups of a partly locked tower, or None."""
-    micro_batch: int
-    chunks: int
-    kept: int
-    """Number of chunks whose graphs are kept."""
-    encoded_again: int
-    """Number of chunks that are encoded twice."""
+
+    @functools.cached_property
+    def parameters(self) -> Parameters:
+        """Sizes of the tower's parameters."""
+        return self.workload.parameters[self.is_text]
+
+    @property
+    def unlocked_groups(self) -> int | None:
+        """Number of trained groups of a partly locked tower, or None."""
+        unlocked = self.workload.text_unlocked if self.is_text else self.workload.image_unlocked
+        return unlocked if self.is_partly_locked else None
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of a chunk."""
+        batch = self.workload.batch
+        return batch.text_micro_batch if self.is_text else batch.micro_batch
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return self.workload.chunks[self.is_text]
+
+    @functools.cached_property
+    def kept(self) -> int:
+        """Number of chunks whose graphs are kept."""
+        return self.workload.kept[self.is_text]
+
+    @functools.cached_property
+    def encoded_again(self) -> int:
+        """Number of chunks that are encoded twice."""
+        return self.workload.encoded_again[self.is_text]
 
     @property
     def name(self) -> str:
@@ -55,7 +78,7 @@ class TowerWork:
 
     @property
     def is_partly_locked(self) -> bool:
-        return self.unlocked_groups is not None
+        return self.parameters.is_partly_locked
 
     @functools.cached_property
     def costs(self) -> TowerCosts:
@@ -108,30 +131,7 @@ class TowerWork:
 
 def tower_work(workload: Workload) -> tuple[TowerWork, TowerWork]:
     """Return the work of the image tower and of the text tower."""
-    batch, kept, again = workload.batch, workload.kept, workload.encoded_again
-    image, text = workload.parameters
-    return (
-        TowerWork(
-            workload,
-            is_text=False,
-            parameters=image,
-            unlocked_groups=workload.image_unlocked if image.is_partly_locked else None,
-            micro_batch=batch.micro_batch,
-            chunks=batch.accumulation,
-            kept=kept.image,
-            encoded_again=again[0],
-        ),
-        TowerWork(
-            workload,
-            is_text=True,
-            parameters=text,
-            unlocked_groups=workload.text_unlocked if text.is_partly_locked else None,
-            micro_batch=batch.text_micro_batch,
-            chunks=batch.text_chunks,
-            kept=kept.text,
-            encoded_again=again[1],
-        ),
-    )
+    return TowerWork(workload, is_text=False), TowerWork(workload, is_text=True)
 
 
 def _compiled_time(workload: Workload) -> tuple[float, float]:
