@@ -31,6 +31,7 @@ class SyntheticSource:
         """captions: POOL captions."""
         self._captions = captions
         self.account = Account("rows", samples, samples)
+        self.checksum = ""
         self.columns = {"image": "memory", "caption": "memory"}
         self.shard_sizes = np.array([samples], dtype=np.int64)
 

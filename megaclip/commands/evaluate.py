@@ -102,6 +102,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--val-data", nargs="+", default=[], metavar="SPEC", help="image-text pairs for retrieval")
     parser.add_argument("--dataset-type", default="auto", choices=DATASET_TYPES, help="format of --val-data")
     parser.add_argument("--image-key", help="column or extension of the image")
+    parser.add_argument("--image-root", help="folder to which the image paths in tables are relative")
     parser.add_argument("--caption-key", help="column, extension or JSON field of the captions")
     parser.add_argument(
         "--group-captions", action="store_true", help="take every line of a text as a caption (COCO, Flickr)"
@@ -148,6 +149,7 @@ def open_data(arguments: argparse.Namespace) -> tuple[PairDataset | None, Labell
             dataset_type=arguments.dataset_type,
             image_key=arguments.image_key,
             caption_key=arguments.caption_key,
+            image_root=arguments.image_root,
         )
     if arguments.zeroshot_data:
         labelled = open_labelled(arguments.zeroshot_data)

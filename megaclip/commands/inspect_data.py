@@ -59,6 +59,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("data", nargs="+", help="patterns, folders or hf:NAME, as for --train-data")
     parser.add_argument("--dataset-type", choices=DATASET_TYPES, default="auto")
     parser.add_argument("--image-key", help="column of the images, or their extension in tar shards and folders")
+    parser.add_argument("--image-root", help="folder to which the image paths in tables are relative")
     parser.add_argument("--caption-key", help="column, extension or JSON field of the captions")
     parser.add_argument("--model", help="as in training: its tokenizer, context length and pixels (default: OpenAI's)")
     parser.add_argument("--tokenizer", help="'clip', a sentencepiece .model file or a Hugging Face tokenizer's folder")
@@ -92,6 +93,7 @@ def main() -> int:
             dataset_type=arguments.dataset_type,
             image_key=arguments.image_key,
             caption_key=arguments.caption_key,
+            image_root=arguments.image_root,
             max_bad_fraction=1.0,  # the report shows what is left out
         )
         look = Look(dataset, tokenizer, ImageTransform(**pixels), arguments.samples)

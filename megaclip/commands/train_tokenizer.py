@@ -81,3 +81,9 @@ def main() -> None:
         captions, arguments.out, vocab_size=arguments.vocab_size, model_type=arguments.model_type
     )
     print(f"wrote {arguments.out}: {tokenizer.vocab_size} pieces")
+    if tokenizer.vocab_size < arguments.vocab_size:
+        print(
+            f"the captions give fewer pieces than --vocab-size {arguments.vocab_size}: {tokenizer.vocab_size}; more "
+            "captions, or more different words, give more",
+            file=sys.stderr,
+        )

@@ -102,6 +102,11 @@ class TrainArguments(BaseModel):
         default=None,
         description="column, extension or JSON field of the captions; json.FIELD reads only the field",
     )
+    image_root: str | None = Field(
+        default=None,
+        description="folder to which the image paths in tables are relative (default: the table's folder, or else the "
+        "working directory)",
+    )
     tokenizer: str | None = Field(
         default=None,
         description="'clip', path of a sentencepiece model, or directory of a Hugging Face tokenizer (default: the "
@@ -195,6 +200,13 @@ class TrainArguments(BaseModel):
     )
 
     val_data: list[str] = Field(default=[], description="held-out image-text pairs for retrieval")
+    val_fraction: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="fraction of --train-data to hold out for retrieval, instead of --val-data; rows of a table that "
+        "name one image stay together",
+    )
     group_captions: bool = Field(
         default=False,
         description="take every line of a text in --val-data as a caption (CLIP_benchmark's COCO and Flickr); default: "
@@ -261,7 +273,14 @@ class TrainArguments(BaseModel):
         return "auto" if resume == "latest" else resume
 
     @field_validator(
-        "pretrained", "pretrained_image", "pretrained_text", "zeroshot_data", "data_offload_dir", "tokenizer", "resume"
+        "pretrained",
+        "pretrained_image",
+        "pretrained_text",
+        "zeroshot_data",
+        "data_offload_dir",
+        "tokenizer",
+        "resume",
+        "image_root",
     )
     @classmethod
     def _refuse_empty(cls, path: str | None) -> str | None:
@@ -325,11 +344,14 @@ class TrainArguments(BaseModel):
             raise ValueError("--lock-image-unlocked-groups requires --lock-image; set it")
         if self.lock_text_unlocked_layers and not self.lock_text:
             raise ValueError("--lock-text-unlocked-layers requires --lock-text; set it")
-        if self.group_captions and not self.val_data:
-            raise ValueError("--group-captions requires --val-data; set it")
+        if self.val_data and self.val_fraction:
+            raise ValueError("--val-fraction holds out samples instead of --val-data; leave one of them out")
+        has_pairs = bool(self.val_data or self.val_fraction)
+        if self.group_captions and not has_pairs:
+            raise ValueError("--group-captions requires --val-data or --val-fraction; set one of them")
         for flag, given in (("--eval-every-steps", self.eval_every_steps), ("--eval-ema", self.eval_ema)):
-            if self.val_data == [] and self.zeroshot_data is None and given:
-                raise ValueError(f"{flag} requires --val-data or --zeroshot-data; set one of them")
+            if not has_pairs and self.zeroshot_data is None and given:
+                raise ValueError(f"{flag} requires --val-data, --val-fraction or --zeroshot-data; set one of them")
         if self.resume == "auto" and self.name is None:
             raise ValueError("--resume auto requires --name; set it to the name of the run to resume")
         return self

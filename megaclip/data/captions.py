@@ -9,6 +9,7 @@ caption.
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -84,10 +85,15 @@ def cleaned(texts: Iterable[str], key: str) -> tuple[str, ...]:
 
     key: origin of the sample. Raises BadSample if all of them are empty.
     """
-    captions = tuple(words for text in texts if (words := " ".join(text.split()).strip("\0")))
+    captions = tuple(" ".join(text.split()).strip("\0") for text in texts if not is_blank(text))
     if not captions:
         raise BadSample("empty caption", key)
     return captions
+
+
+def is_blank(text: str) -> bool:
+    """Return whether a caption shows nothing when it is cleaned: only spaces, control characters or &nbsp;."""
+    return not any(character.isprintable() and character != " " for character in html.unescape(html.unescape(text)))
 
 
 def json_record(text: str | bytes) -> dict[str, Any] | None:

@@ -27,6 +27,9 @@ from megaclip.data.sources import PairDataset
 from megaclip.data.tokenizers import Tokenizer
 from megaclip.data.workers import map_in_workers
 from megaclip.errors import DataError
+from megaclip.logging import get_logger
+
+_logger = get_logger(__name__)
 
 
 class TrainLoader:
@@ -71,6 +74,7 @@ class TrainLoader:
         self._micro_batch_size = micro_batch_size
         self._rank, self._world_size = rank, world_size
         self._taken = 0
+        self._has_told = False
         self._log = BadSampleLog(max_bad_fraction, "a substitute is used", "--max-bad-fraction")
         self._order = order = dataset.order(seed=seed, shard_order=shard_order)
         check_batch(self.samples_per_step, order)
@@ -93,6 +97,14 @@ class TrainLoader:
 
     def __next__(self) -> Batch:
         loaded = next(self._batches)
+        if loaded.repeated_images and not self._has_told:
+            self._has_told = True
+            _logger.warning(
+                "%d images of a micro-batch of %d are equal to others of it: each is a negative of its own caption. "
+                "`megaclip inspect` counts them; a list of captions per image avoids them (`megaclip show data`)",
+                loaded.repeated_images,
+                self._micro_batch_size,
+            )
         if self._taken < self.micro_batches_per_step:  # the second reading finds the same bad samples
             self._log.add(loaded.bad_samples, loaded.reads)
         if loaded.fatal:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from megaclip.data.batch import PADDING_ID, BadSample, Batch, EvaluationBatch, LabelledBatch, RawSample
+from megaclip.data.captions import is_blank
 from megaclip.data.images import ImageTransform
 from megaclip.data.sources import PairDataset
 from megaclip.data.tokenizers import Tokenizer
@@ -64,6 +65,8 @@ class Loaded:
     """Number of samples that were read for the batch, bad ones and substitutes included."""
     fatal: str = ""
     """Reason why there is no batch."""
+    repeated_images: int = 0
+    """Number of images of a training batch that are equal to an earlier one of it."""
 
     def pin_memory(self) -> Loaded:
         """Return a copy in page-locked memory. torch's DataLoader calls this."""
@@ -88,6 +91,7 @@ class TrainReader:
     def read(self, ids: np.ndarray, epochs: np.ndarray) -> Loaded:
         """Return the batch of `ids` (b,). Each sample is augmented by (seed, its epoch, its id)."""
         images, captions, bad_samples = list[torch.Tensor](), list[str](), list[BadSampleReport]()
+        digests = set[int]()
         for sample_id, epoch in zip(ids.tolist(), epochs.tolist(), strict=True):
             try:
                 pair = self._read_or_substitute(sample_id, epoch, bad_samples)
@@ -105,12 +109,15 @@ class TrainReader:
                 )
             images.append(pair[0])
             captions.append(pair[1])
+            digests.add(pair[2])
         batch = Batch(torch.stack(images), self._tokenizer(captions))
-        return Loaded(batch, bad_samples, len(images) + len(bad_samples))
+        repeated = len(images) - len(digests)
+        return Loaded(batch, bad_samples, len(images) + len(bad_samples), repeated_images=repeated)
 
     def _read_or_substitute(
         self, sample_id: int, epoch: int, bad_samples: list[BadSampleReport]
-    ) -> tuple[torch.Tensor, str] | None:
+    ) -> tuple[torch.Tensor, str, int] | None:
+        """Return pixels, caption and a digest of the image file, or None if all candidates are bad."""
         first, count = self._dataset.siblings(sample_id)
         for candidate in itertools.chain([sample_id], _substitutes(self._seed, sample_id, first, count)):
             note_row(candidate)
@@ -118,7 +125,7 @@ class TrainReader:
                 raw = self._dataset.read(candidate)
                 check_caption(raw)
                 image = decode_image(self._transform, raw, (self._seed, epoch, sample_id))
-                return image, _one_caption(raw, epoch + sample_id)
+                return image, _one_caption(raw, epoch + sample_id), hash(raw.image)
             except BadSample as bad:
                 # Substitutes are drawn uniformly, so counting the bad ones does not bias the rate.
                 bad_samples.append(BadSampleReport(bad.kind, bad.detail, self._dataset.shard_name(candidate)))
@@ -155,8 +162,8 @@ def decode_image(transform: ImageTransform, raw: RawSample, seeds: tuple[int, in
 
 
 def check_caption(raw: RawSample) -> None:
-    """Raise BadSample if the caption is empty, or only white space or a byte order mark."""
-    if not "".join(raw.caption.split()).strip("\0\ufeff"):
+    """Raise BadSample if the caption is empty or blank."""
+    if is_blank(raw.caption):
         raise BadSample("empty caption", raw.key)
 
 

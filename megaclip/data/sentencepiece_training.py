@@ -9,11 +9,14 @@ from pathlib import Path
 
 import sentencepiece
 
+from megaclip.data.source import MAX_BYTES
 from megaclip.data.text_cleaning import clean_caption
 from megaclip.data.tokenizers import SentencePieceTokenizer
 from megaclip.errors import ConfigError, first_line
 
 MAX_PIECE_LENGTH = 16
+_MAX_CAPTION_BYTES = 4 * MAX_BYTES["caption"]
+"""sentencepiece would skip captions of more than 4,192 bytes. A character of a caption has at most 4 bytes."""
 
 
 def _with_whole_words(captions: Iterable[str], vocab_size: int) -> Iterator[str]:
@@ -56,6 +59,7 @@ def train_sentencepiece(
             model_prefix=str(Path(path).with_suffix("")),
             model_type=model_type,
             max_sentencepiece_length=MAX_PIECE_LENGTH,
+            max_sentence_length=_MAX_CAPTION_BYTES,
             vocab_size=vocab_size,
             hard_vocab_limit=False,
             character_coverage=1.0,

@@ -141,6 +141,10 @@ class Source(Protocol):
         """Return [name, bytes, samples] per file. A resumed run requires an equal manifest."""
 
     @property
+    def checksum(self) -> str:
+        """Checksum of the samples in their order. A resumed run requires an equal one."""
+
+    @property
     def columns(self) -> dict[str, str]:
         """Columns, extensions or fields that images ("image") and captions ("caption") come from, for a report."""
 

@@ -21,6 +21,7 @@ from megaclip.data.captions import CaptionKeys
 from megaclip.data.image_folder import ImageFolder, walk_folder
 from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.order import MixtureOrder, SampleOrder, block_quotas
+from megaclip.data.parts import PartOfSource, held_out_rows
 from megaclip.data.patterns import expand_pattern, refuse_special_files
 from megaclip.data.source import Account, Source
 from megaclip.data.tables import METADATA_FILES, TABLE_TYPES, HubTable, Table, open_table
@@ -80,6 +81,23 @@ class PairDataset:
         size = len(self._sources[number])
         return int(self._ends[number]) - size, size
 
+    def split(self, fraction: float) -> tuple[PairDataset, PairDataset]:
+        """Return the dataset without a fraction of its samples, and these, which every run selects alike.
+
+        Rows of a table that name one image stay together. Raises DataError if one of the parts has no samples.
+        """
+        parts: tuple[list[Source], list[Source]] = ([], [])
+        for source in self._sources:
+            held_out = held_out_rows(source, fraction)
+            for part, rows in zip(parts, (~held_out, held_out), strict=True):
+                part.append(PartOfSource(source, np.flatnonzero(rows), f"{fraction:g}"))
+        if not all(map(len, (*parts[0], *parts[1]))):
+            raise DataError(
+                f"--val-fraction is {fraction:g}, and a part of --train-data has too few images for it; use a larger "
+                "fraction, or --val-data"
+            )
+        return PairDataset(parts[0], self.weights), PairDataset(parts[1])
+
     def order(self, *, seed: int, shard_order: str = "shuffled") -> SampleOrder | MixtureOrder:
         """Return the order of training: a mixture if the dataset has weights, else one order over all sources."""
         if not self.weights:
@@ -105,7 +123,9 @@ class PairDataset:
 
         The result is unchanged by a round trip through JSON.
         """
-        sources = [{"type": source.kind, "files": source.manifest()} for source in self._sources]
+        sources = [
+            {"type": source.kind, "files": source.manifest(), "checksum": source.checksum} for source in self._sources
+        ]
         return {"samples": len(self), "weights": self.weights, "sources": sources}
 
     def _place(self, sample_id: int) -> tuple[Source, int]:
@@ -123,6 +143,7 @@ def open_pairs(
     dataset_type: str = "auto",
     image_key: str | None = None,
     caption_key: str | None = None,
+    image_root: str | None = None,
     max_bad_fraction: float | None = None,
 ) -> PairDataset:
     """Open training or validation pairs, and log how much of each source is in samples, and what is left out.
@@ -133,6 +154,8 @@ def open_pairs(
     dataset_type: one of DATASET_TYPES. "auto" recognises the type by file names.
     image_key, caption_key: column names, or member extensions of tar shards ("jpg;png"); captions.py describes how the
         captions of tar shards are found. Default: the usual names.
+    image_root: folder to which the image paths in tables are relative. Default: the table's folder, or else the working
+        directory.
     max_bad_fraction: largest fraction of possible samples that are left out. Default: DEFAULT_MAX_BAD_FRACTION.
     Raises DataError if files are missing or cannot be read, or if too many possible samples are left out.
     """
@@ -140,7 +163,7 @@ def open_pairs(
         raise DataError("no data was given; give at least one pattern, folder or hf:NAME")
     if dataset_type not in DATASET_TYPES:
         raise DataError(f"--dataset-type is {dataset_type!r}; use one of {', '.join(DATASET_TYPES)}")
-    sources = [_open_readable(spec, dataset_type, image_key, caption_key) for spec in specs]
+    sources = [_open_readable(spec, dataset_type, image_key, caption_key, image_root) for spec in specs]
     for spec, source in zip(specs, sources, strict=True):
         source.account.report(f"data {spec!r}", len(source), max_bad_fraction)
     return PairDataset(sources, weights)
@@ -170,20 +193,31 @@ def check_manifest(saved: dict[str, Any], current: dict[str, Any]) -> None:
                 was = ", ".join(f"{field} {value}" for field, value in zip(fields, old_file, strict=True))
                 is_ = ", ".join(f"{field} {value}" for field, value in zip(fields, new_file, strict=True))
                 raise DataError(f"dataset {number} had a file with {was}; now it has {is_}; {advice}")
+        if old.get("checksum", new["checksum"]) != new["checksum"]:  # earlier versions recorded none
+            raise DataError(
+                f"dataset {number} has the files of the checkpoint, but its samples are in another order or have other "
+                f"captions; the loss may keep a state per sample; {advice}"
+            )
+        if "checksum" not in old:
+            return
     raise DataError(f"the data differs from that of the checkpoint; {advice}")
 
 
-def _open_readable(spec: str, dataset_type: str, image_key: str | None, caption_key: str | None) -> Source:
+def _open_readable(
+    spec: str, dataset_type: str, image_key: str | None, caption_key: str | None, image_root: str | None
+) -> Source:
     """Return the source of a spec. Raises DataError, also if the system refuses to read the data."""
     try:
-        return _open_source(spec, dataset_type, image_key, caption_key)
+        return _open_source(spec, dataset_type, image_key, caption_key, image_root)
     except OSError as error:
         raise DataError(f"cannot read data {spec!r}: {os_reason(error)}") from error
 
 
-def _open_source(spec: str, dataset_type: str, image_key: str | None, caption_key: str | None) -> Source:
+def _open_source(
+    spec: str, dataset_type: str, image_key: str | None, caption_key: str | None, image_root: str | None
+) -> Source:
     if spec.startswith("hf:") or dataset_type == "hub":
-        return Table(HubTable.parse(spec.removeprefix("hf:")).load(), spec, "hub", None, image_key, caption_key)
+        return Table(HubTable.parse(spec.removeprefix("hf:")).load(), spec, "hub", image_key, caption_key)
     paths = expand_pattern(spec)
     _refuse_compressed_tars(spec, paths)
     _refuse_several_folders(spec, paths)
@@ -198,17 +232,23 @@ def _open_source(spec: str, dataset_type: str, image_key: str | None, caption_ke
             caption_keys=CaptionKeys.parse(caption_key),
         )
     metadata = _metadata_of(paths[0]) if dataset_type == "imagefolder" else []
-    if metadata == [os.path.join(paths[0], "metadata.csv")]:
-        # With its image-folder loader, `datasets` would read captions such as "NA" as missing, and 007 as a number.
-        return open_table(metadata, "csv", None if image_key == "image" else image_key, caption_key)
-    _refuse_links(paths[0], metadata)
     if dataset_type == "imagefolder" and not metadata:
         return ImageFolder(
             paths[0],
             image_extensions=_extensions(image_key),
             caption_keys=CaptionKeys.parse(caption_key),
         )
-    return open_table(paths, dataset_type, image_key, caption_key)
+    if metadata:
+        folder = paths[0]
+        kinds = {_TYPE_OF_SUFFIX[Path(path).suffix] for path in metadata}
+        if "parquet" in kinds and len(kinds) > 1:
+            raise DataError(f"data {folder!r} has metadata files in parquet and as text; use one of these formats")
+        # `datasets` calls the column of the pictures "image" when it has read the file names.
+        image_key = None if image_key == "image" else image_key
+        table = open_table(metadata, kinds.pop(), image_key, caption_key)
+        table.leave_out_unnamed(folder)
+        return table
+    return open_table(paths, dataset_type, image_key, caption_key, image_root)
 
 
 def _refuse_compressed_tars(spec: str, paths: Sequence[str]) -> None:
@@ -229,21 +269,12 @@ def _refuse_several_folders(spec: str, paths: Sequence[str]) -> None:
         )
 
 
-def _refuse_links(folder: str, metadata: Sequence[str]) -> None:
-    """Raise DataError if a table is reached through a link. `datasets` would leave it out."""
-    real = os.path.realpath(folder)
-    for place in map(os.path.dirname, metadata):
-        if os.path.realpath(place) != os.path.normpath(os.path.join(real, os.path.relpath(place, folder))):
-            raise DataError(
-                f"data {folder!r}: {place} is reached through a link to a folder and has a metadata file; give "
-                "this folder as an entry of its own, without the link, or replace the link by the folder"
-            )
-
-
 def _metadata_of(folder: str) -> list[str]:
-    """Return the tables of pictures in the folder and its sub-folders, as `datasets` expects them."""
+    """Return the tables of pictures in the folder and its sub-folders."""
     return [
-        os.path.join(place, name) for place, names in walk_folder(folder) for name in names if name in METADATA_FILES
+        os.path.join(place, name)
+        for place, names in walk_folder(folder)
+        for name in sorted(METADATA_FILES.intersection(names))
     ]
 
 
@@ -260,6 +291,10 @@ def _lie_beside_pictures(files: list[str]) -> bool:
     return files[0].endswith(".json") and any(map(os.path.exists, pictures))
 
 
+def _type_of(path: str) -> str | None:
+    return _TYPE_OF_SUFFIX.get(Path(path).suffix.lower())
+
+
 def _extensions(key: str | None) -> tuple[str, ...]:
     return tuple(part.strip().lstrip(".").lower() for part in (key or "").split(";") if part.strip(" ."))
 
@@ -274,10 +309,12 @@ def _recognise(spec: str, paths: list[str]) -> tuple[str, list[str]]:
             for dataset_type in ("webdataset", "parquet", "json", "csv"):
                 files = _files_of_type(folder, dataset_type, may_be_empty=True)
                 if files and (dataset_type == "webdataset" or not _lie_beside_pictures(files)):
+                    _refuse_deeper_files(folder, (dataset_type,) if dataset_type == "webdataset" else ())
                     return dataset_type, files
             _refuse_compressed_tars(spec, sorted(os.listdir(folder)))
+            _refuse_deeper_files(folder, ("webdataset", "parquet"))
         return "imagefolder", paths
-    types = {_TYPE_OF_SUFFIX.get(Path(path).suffix.lower()) for path in paths}
+    types = set(map(_type_of, paths))
     found = types.pop() if len(types) == 1 else None
     if found is None:
         known = ", ".join(_TYPE_OF_SUFFIX)
@@ -285,11 +322,24 @@ def _recognise(spec: str, paths: list[str]) -> tuple[str, list[str]]:
     return found, paths
 
 
+def _refuse_deeper_files(folder: str, types: Sequence[str]) -> None:
+    """Raise DataError if a sub-folder holds files of these types. They would be left out."""
+    for place, names in walk_folder(folder) if types else ():
+        for name in sorted(names) if place != folder else ():
+            files = [os.path.join(place, name)]
+            if not name.startswith(".") and _type_of(name) in types and not _lie_beside_pictures(files):
+                suffix = Path(name).suffix
+                raise DataError(
+                    f"data {folder!r}: {files[0]} is in a sub-folder; give '{os.path.join(folder, '**', '*')}{suffix}' "
+                    f"for the files of all folders, or '{os.path.join(folder, '*')}{suffix}' for those of this one"
+                )
+
+
 def _files_of_type(folder: str, dataset_type: str, *, may_be_empty: bool = False) -> list[str]:
     files = sorted(
         os.path.join(folder, name)
         for name in os.listdir(folder)
-        if _TYPE_OF_SUFFIX.get(Path(name).suffix.lower()) == dataset_type and not name.startswith(".")
+        if _type_of(name) == dataset_type and not name.startswith(".")
     )
     refuse_special_files(folder, files)
     if not files and not may_be_empty:

@@ -1,14 +1,16 @@
-"""Read tables of image-text pairs: parquet, CSV, TSV, JSON lines, image folders, saved and hub datasets.
+"""Read tables of image-text pairs: parquet, CSV, TSV, JSON lines, saved and hub datasets.
 
-Hugging Face `datasets` converts each table to Arrow files, which are memory-mapped and read by row. Images stay
-undecoded: a column holds the bytes or the path of a file, relative to the table's folder or to the working directory.
+Tables are Arrow files, which are memory-mapped and read by row. text_tables.py writes those of CSV, TSV and JSON files,
+and Hugging Face `datasets` the others. Images stay undecoded: a column holds the bytes or the path of a file, relative
+to --image-root, or else to the table's folder or to the working directory.
 """
 
 from __future__ import annotations
 
-import csv
 import dataclasses
+import functools
 import glob
+import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,18 +18,20 @@ from typing import TYPE_CHECKING, Any
 
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.captions import cleaned, decoded
+from megaclip.data.image_folder import walk_folder
+from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.order import runs_of_rows
 from megaclip.data.source import MAX_BYTES, Account, check_size, read_file
+from megaclip.data.text_tables import CAPTION_COLUMNS, IMAGE_COLUMNS, TextTable, find_column, open_text_tables
 from megaclip.errors import DataError, first_line, shortened
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 TABLE_TYPES = ("parquet", "csv", "json", "imagefolder", "saved", "hub")
-IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "img", "filepath", "file_path", "image_path", "file_name", "path")
-CAPTION_COLUMNS = ("caption", "text", "txt", "title", "captions", "sentence", "alt_text")
-METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+METADATA_FILES = frozenset(("metadata.csv", "metadata.jsonl", "metadata.parquet"))
 """Tables of the pictures in a folder, as `datasets` names them."""
+UNNAMED = "a picture that no row names"
 MAX_SHOWN = 200
 """Largest number of characters of a path in a message."""
 
@@ -62,46 +66,91 @@ class Table:
         dataset: Dataset,
         name: str,
         kind: str,
-        folder: str | None,
         image_key: str | None,
         caption_key: str | None,
+        *,
         files: Sequence[str] = (),
+        image_root: str | None = None,
+        text: TextTable | None = None,
     ) -> None:
+        """files: files of the table. text: index of these files, whose rows `dataset` has."""
         from datasets import ClassLabel, Image
 
         self.kind = kind
         self._name = name
-        self._folder = folder
         self._files = list(files)
-        self._image = _column(dataset, image_key, IMAGE_COLUMNS, "image", name)
-        self._caption = _column(dataset, caption_key, CAPTION_COLUMNS, "caption", name)
+        if len(dataset) == 0:
+            raise DataError(_no_rows(_with_others(self._files) if files else name))
+        names = dataset.column_names
+        self._image = "image" if text else find_column(names, image_key, IMAGE_COLUMNS, "image", name)
+        self._caption = "caption" if text else find_column(names, caption_key, CAPTION_COLUMNS, "caption", name)
+        self._columns = text.columns if text else {"image": self._image, "caption": self._caption}
+        folders = [os.path.dirname(path) or "." for path in files]
+        self._folders: list[str] | None = folders or None
+        """Folder of each file, to which paths are relative. Only a text table knows the file of a row."""
+        if image_root is not None:
+            self._folders = [image_root] * len(folders)
+        elif text is None and len(set(folders)) > 1:
+            self._folders = None
+        self._requires_folder = image_root is not None
         # A saved dataset may have the format of NumPy or another library, in which a list is not a Python list.
-        dataset = dataset.with_format(None).select_columns([self._image, self._caption])
+        dataset = dataset.with_format(None).select_columns([self._image, self._caption, *(["file"] if text else [])])
         if isinstance(dataset.features[self._image], Image):
             dataset = dataset.cast_column(self._image, Image(decode=False))
         feature = dataset.features[self._caption]
         self._classes: Sequence[str] = feature.names if isinstance(feature, ClassLabel) else ()
         """Names of the classes, if the captions are stored as numbers of classes."""
+        dtype = str(getattr(feature, "dtype", ""))
+        if dtype.startswith(("timestamp", "date", "time", "duration", "bool")):
+            raise DataError(
+                f"data {name!r}: the captions in column {self._caption} are of type {dtype}, and their text is not "
+                "known; store them as text"
+            )
         self._rows = dataset
         self._only_captions = dataset.select_columns([self._caption])
-        if len(dataset) == 0:
-            raise DataError(f"data {name!r} has no rows; check the file")
         self.shard_sizes = runs_of_rows(len(dataset))
-        self.account = Account("rows", len(dataset), len(dataset))
+        self.account = text.account if text else Account("rows", len(dataset), len(dataset))
+        self._checksum = text.checksum if text else ""
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    @property
+    @functools.cached_property
     def columns(self) -> dict[str, str]:
-        """Names of the columns of images and captions."""
-        return {"image": self._image, "caption": self._caption}
+        """Names of the columns of images and captions, with the number of images if rows name the same ones."""
+        images = len(set(self.image_paths() or range(len(self))))
+        repeated = "" if images == len(self) else f" ({images:,} different images in {len(self):,} rows)"
+        return self._columns | {"image": self._columns["image"] + repeated}
+
+    @functools.cached_property
+    def checksum(self) -> str:
+        """Checksum of the captions in order, and of the image paths if the table holds paths."""
+        if self._checksum:
+            return self._checksum
+        digest = hashlib.sha256()
+        for batch in (self._rows if self._has_paths else self._only_captions).iter(batch_size=10_000):
+            digest.update(repr(batch).encode(errors="replace"))
+        return digest.hexdigest()[:16]
 
     @property
-    def has_numbers_as_captions(self) -> bool:
-        """True if the cells of the caption column are numbers, and not the numbers of named classes."""
-        dtype = str(getattr(self._rows.features[self._caption], "dtype", ""))
-        return not self._classes and dtype.startswith(("int", "uint", "float"))
+    def _has_paths(self) -> bool:
+        return getattr(self._rows.features[self._image], "dtype", "") == "string"
+
+    def image_paths(self) -> list[str | None] | None:
+        """Return the image path of every row, or None if the table holds the images themselves."""
+        return list(self._rows[self._image]) if self._has_paths else None
+
+    def leave_out_unnamed(self, folder: str) -> None:
+        """Account for the pictures in `folder` that no row names."""
+        named = set[str]()
+        for row, path in enumerate(self.image_paths() or ()):
+            named.add(os.path.realpath(os.path.join(self._folder(row) or ".", path or "")))
+        for place, names in walk_folder(folder):
+            for name in names:
+                path = os.path.join(place, name)
+                if _is_image(name) and os.path.realpath(path) not in named:
+                    self.account.seen += 1
+                    self.account.leave_out(UNNAMED, path)
 
     def manifest(self) -> list[list[Any]]:
         """Return [name, bytes, rows] per file. The first file has the rows of the whole table, the others have 0."""
@@ -112,8 +161,16 @@ class Table:
         return sizes
 
     def shard_name(self, row: int) -> str:
-        """Return the name of the table. The file of a row is not known."""
-        return self._name
+        """Return the file of a row, or the name of the table if it is not known."""
+        return self._files[self._rows[row]["file"]] if "file" in self._rows.column_names else self._name
+
+    def _folder(self, row: int, record: dict[str, Any] | None = None) -> str | None:
+        """Return the folder to which the image path of a row is relative, or None for the working directory."""
+        if self._folders is None:
+            return None
+        if "file" not in self._rows.column_names:
+            return self._folders[0]
+        return self._folders[(record or self._rows[row])["file"]]
 
     def read(self, row: int) -> RawSample:
         """Return the undecoded sample. Raises BadSample."""
@@ -121,7 +178,7 @@ class Table:
         record = _record(self._rows, row, key)
         captions = self._captions(record[self._caption], key)
         cell = record[self._image]
-        image = self._content(cell, key)
+        image = self._content(cell, key, self._folder(row, record))
         path = cell.get("path") if isinstance(cell, dict) else cell
         if isinstance(path, str):
             key += f" ({path[:MAX_SHOWN]})"
@@ -152,7 +209,7 @@ class Table:
             raise BadSample("caption too large", f"{key}: {size} characters")
         return captions
 
-    def _content(self, value: Any, key: str) -> bytes:
+    def _content(self, value: Any, key: str, folder: str | None) -> bytes:
         if isinstance(value, dict):
             value = value.get("bytes") or value.get("path")
         if isinstance(value, bytes) and value:
@@ -160,12 +217,14 @@ class Table:
             return value
         if not isinstance(value, str) or not value:
             raise BadSample("missing image", key)
-        return self._file(value, key)
+        path, where = value, f" in {folder} or in the working directory" if folder else ""
+        if folder is not None and (self._requires_folder or os.path.exists(os.path.join(folder, value))):
+            path = os.path.join(folder, value)
+        return read_file(path, "image", key, "; --image-root is its folder" if self._requires_folder else where)
 
-    def _file(self, path: str, key: str) -> bytes:
-        if self._folder is not None and os.path.exists(os.path.join(self._folder, path)):
-            path = os.path.join(self._folder, path)
-        return read_file(path, "image", key, f" in {self._folder} or in the working directory" if self._folder else "")
+
+def _is_image(name: str) -> bool:
+    return os.path.splitext(name)[1].lower().removeprefix(".") in IMAGE_EXTENSIONS and not name.startswith(".")
 
 
 def _text(value: Any, key: str) -> str:
@@ -188,61 +247,42 @@ def _record(rows: Dataset, row: int, key: str) -> dict[str, Any]:
         raise BadSample("unreadable row", f"{key}: {first_line(error)}") from error
 
 
-def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: str | None) -> Table:
-    """Open files, or one folder for "imagefolder" and "saved", as a table. Raises DataError."""
+def open_table(
+    paths: list[str],
+    kind: str,
+    image_key: str | None,
+    caption_key: str | None,
+    image_root: str | None = None,
+) -> Table:
+    """Open files, or one folder for "saved", as a table. Raises DataError."""
+    import datasets
+
     if kind == "saved":
-        return Table(_load_saved(paths[0]), paths[0], kind, None, image_key, caption_key)
-    options: dict[str, Any] = {}
-    if kind == "imagefolder":
-        # `datasets` treats folders and files with names such as "test" as splits. If the folder itself contains the
-        # metadata file, that file lists the pictures of all these folders.
-        if any(os.path.exists(os.path.join(paths[0], name)) for name in METADATA_FILES):
-            options = {"data_files": ["**"]}
-        escaped = glob.escape(paths[0])
-        dataset = _load(paths[0], "imagefolder", data_dir=escaped, split="train", drop_labels=True, **options)
-        table = Table(dataset, paths[0], kind, None, image_key, caption_key)
-        if table.has_numbers_as_captions:  # in CSV files they may be texts such as 007, which have lost their zeros
-            raise DataError(
-                f"data {paths[0]!r}: all captions in the metadata files of its folders are numbers; give each folder "
-                "with a metadata file as a separate entry, whose captions are read as text"
-            )
-        return table
-    filled = [path for path in paths if not _is_empty(path, kind)]  # `datasets` fails for most other empty files
+        return Table(_load_saved(paths[0]), paths[0], kind, image_key, caption_key)
+    if kind in ("csv", "json"):
+        text = open_text_tables(paths, kind, image_key, caption_key)
+        rows = datasets.Dataset.from_file(str(text.path))
+        return Table(rows, paths[0], kind, image_key, caption_key, files=paths, image_root=image_root, text=text)
+    filled = [path for path in paths if not _is_empty(path)]  # `datasets` fails for most other empty files
     if not filled:
         raise DataError(_no_rows(_with_others(paths)))
-    if kind == "csv":
-        # By default pandas reads the captions "NA", "null" and "None" as missing.
-        separator = _separator(filled[0])
-        # Cells stay text: numbers would lose zeros, and a column may have numbers only in its first rows.
-        as_text = dict.fromkeys(_names(filled[0], separator), str)
-        options = {"sep": separator, "keep_default_na": False, "converters": as_text}
     names = [glob.escape(os.path.abspath(path)) for path in filled]  # `datasets` treats file names as patterns
-    dataset = _load(_with_others(filled), kind, data_files=names, split="train", **options)
-    unnamed = dataset.features.get("__index_level_0__") if kind == "csv" else None
-    if unnamed is not None and not unnamed.dtype.startswith("int"):  # pandas has shifted every cell to the left
+    dataset = _load(_with_others(filled), kind, data_files=names, split="train")
+    table = Table(dataset, paths[0], kind, image_key, caption_key, files=paths, image_root=image_root)
+    if table.names_files_in(os.path.dirname(paths[0]) or ".") and len({os.path.dirname(path) for path in paths}) > 1:
         raise DataError(
-            f"data {paths[0]!r}: rows have more cells than the first line has names; put captions that contain the "
-            f"separator {options['sep']!r} in double quotes, and give a column of row names a name"
-        )
-    folders = sorted({os.path.dirname(path) or "." for path in paths})
-    # `datasets` does not report the file of a row. So paths are relative to a folder only if all files are in one
-    # folder.
-    folder = folders[0] if len(folders) == 1 else None
-    table = Table(dataset, paths[0], kind, folder, image_key, caption_key, files=paths)
-    if folder is None and table.names_files_in(os.path.dirname(paths[0]) or "."):
-        raise DataError(
-            f"data {paths[0]!r}: the tables are in {len(folders)} folders, and their image paths are relative to them; "
-            "give the tables of each folder as a separate entry"
+            f"data {paths[0]!r}: the tables are in several folders, and their image paths are relative to them; give "
+            "the tables of each folder as a separate entry"
         )
     return table
 
 
-def _is_empty(path: str, kind: str) -> bool:
-    """Return whether a file has no bytes, or a parquet file no rows. Files that cannot be read are not empty."""
+def _is_empty(path: str) -> bool:
+    """Return whether a parquet file has no bytes or no rows. Files that cannot be read are not empty."""
     import pyarrow.parquet as pq
 
     try:
-        return os.path.getsize(path) == 0 or (kind == "parquet" and pq.read_metadata(path).num_rows == 0)
+        return os.path.getsize(path) == 0 or pq.read_metadata(path).num_rows == 0
     except (OSError, ValueError):  # pyarrow's errors are ValueErrors
         return False
 
@@ -254,28 +294,6 @@ def _with_others(paths: list[str]) -> str:
 
 def _no_rows(what: str) -> str:
     return f"data {what!r}: no rows; give tables with one row per sample"
-
-
-def _header(path: str) -> str:
-    """Return the first line of a CSV file."""
-    with open(path, encoding="utf-8-sig", errors="replace") as file:
-        return file.readline(1 << 16)
-
-
-def _names(path: str, separator: str) -> list[str]:
-    """Return the names of the columns of a CSV file, or none if its first line cannot be read."""
-    try:
-        return next(csv.reader([_header(path)], delimiter=separator), [])
-    except csv.Error:  # pandas reports the reason
-        return []
-
-
-def _separator(path: str) -> str:
-    """Return the separator of a CSV file by its first line: tab, semicolon or comma."""
-    header = _header(path)
-    if "\t" in header:
-        return "\t"
-    return ";" if header.count(";") > header.count(",") else ","
 
 
 def _load(what: str, kind: str, *arguments: Any, **options: Any) -> Dataset:
@@ -323,12 +341,3 @@ def _load_saved(folder: str) -> Dataset:
             )
         return next(iter(loaded.values()))
     return loaded
-
-
-def _column(dataset: Dataset, wanted: str | None, usual: Sequence[str], what: str, name: str) -> str:
-    for column in [wanted] if wanted else usual:
-        if column in dataset.column_names:
-            return column
-    expected = wanted or " or ".join(usual)
-    columns = ", ".join(dataset.column_names)
-    raise DataError(f"data {name!r} has no {what} column {expected}; it has {columns}; set --{what}-key to one of them")

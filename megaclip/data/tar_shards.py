@@ -1,21 +1,16 @@
 """Read tar shards in webdataset layout in place, through an index of offsets.
 
-Opening a set of shards walks their headers once (tar_walk.py) and writes the index to two files. They lie in the folder
-`.megaclip` in the common folder of the shards or, if that is read-only, in the user's cache:
+Opening a set of shards walks their headers once (tar_walk.py) and writes the index to two files (index.py):
 
     <fingerprint>.npy     one row per sample: offsets and sizes of its image and caption; memory-mapped by all processes
-    <fingerprint>.json    the manifest: shard names, sizes in bytes, counts of samples, images and captions, damage
+    <fingerprint>.json    the manifest: shard names, sizes in bytes, counts of samples and members, damage
 
-The fingerprint is computed from the names, sizes and modification times of the shards and from the extensions of the
-members, so a changed shard gets a new index. Each file is written under another name and then renamed, so that it is
-always complete. A damaged file is detected by its size, and the index is rebuilt. If several processes open the same
-shards, one process reads their headers and the others wait for it.
+A damaged file is detected by its size, and the index is rebuilt.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -23,28 +18,25 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
 
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.captions import JSON, TEXT_FILES, CaptionKeys, check_fields, json_record, text_fields
 from megaclip.data.images import IMAGE_EXTENSIONS
+from megaclip.data.index import open_index, reading
 from megaclip.data.source import Account, check_size, counted
 from megaclip.data.tar_walk import ENTRY, MISSING, ShardContents, walk_shard
 from megaclip.errors import DataError
-from megaclip.files import replacing
 from megaclip.logging import get_logger
 
-INDEX_FOLDER = ".megaclip"
 _FORMAT = 3
 _ROWS_CHECKED, _JSON_CHECKED = 10_000, 16
 """Number of first samples that are searched for JSON members, and of members that are checked for the fields."""
 _OPEN_SHARDS = 64
-_LOCK_POLL_S = 0.2
 
 _logger = get_logger(__name__)
 
@@ -101,6 +93,11 @@ class TarShards:
     def _entries(self) -> np.ndarray:
         # np.load cannot map an empty file. __init__ raises an error for a set without samples.
         return np.load(self._index, mmap_mode="r")
+
+    @property
+    def checksum(self) -> str:
+        """Checksum of the names and places of all members."""
+        return hashlib.sha256("".join(shard["checksum"] for shard in self.shards).encode()).hexdigest()[:16]
 
     @property
     def columns(self) -> dict[str, str]:
@@ -224,40 +221,12 @@ def _open_index(
     paths: list[Path], image_extensions: tuple[str, ...], caption_extensions: tuple[str, ...], by_content: bool
 ) -> Path:
     """Return the path of the .npy file of these shards' index. Makes the index if there is none."""
-    root = Path(os.path.commonpath([path.parent for path in paths]))
-    facts: list[Any] = [_FORMAT, image_extensions, caption_extensions, by_content]
-    stats = []
-    for path in paths:
-        with _reading(path):
-            stats.append(path.stat())
-    names = [str(path.relative_to(root)) for path in paths]
-    facts += [(name, stat.st_size, stat.st_mtime_ns) for name, stat in zip(names, stats, strict=True)]
-    fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
-    folders = _index_folders(root)
-    for folder in folders:
-        if _is_complete(folder / f"{fingerprint}.npy"):
-            return folder / f"{fingerprint}.npy"
-    writable = next(filter(_writable, folders), None)
-    if writable is None:
-        raise DataError(
-            f"the index of the tar shards cannot be written to {' or '.join(map(str, folders))}; make one of these "
-            "folders writable, or set XDG_CACHE_HOME to a writable folder"
-        )
-    index = writable / f"{fingerprint}.npy"
-    with _locked(index.with_suffix(".lock")):
-        if not _is_complete(index):  # another process may have made the index meanwhile
-            contents = _walk_all(paths, image_extensions, caption_extensions, by_content)
-            _write_index(index, contents, names, [stat.st_size for stat in stats])
-    return index
 
+    def make(index: Path, names: list[str], sizes: list[int]) -> dict[str, Any]:
+        return _write_index(index, _walk_all(paths, image_extensions, caption_extensions, by_content), names, sizes)
 
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Raise an OSError inside the `with` statement as a DataError that names the shard."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"cannot read the tar shard {path}: {error.strerror or error}") from error
+    settings = [_FORMAT, image_extensions, caption_extensions, by_content]
+    return open_index(paths, settings, ".npy", is_complete=_is_complete, make=make)
 
 
 def _is_complete(index: Path) -> bool:
@@ -284,44 +253,6 @@ def _is_complete(index: Path) -> bool:
     return True
 
 
-def _index_folders(root: Path) -> list[Path]:
-    place = hashlib.sha256(str(root).encode()).hexdigest()[:16]
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # a user without a home folder
-        return [root / INDEX_FOLDER]
-    return [root / INDEX_FOLDER, cache / "megaclip" / place]
-
-
-def _writable(folder: Path) -> bool:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(folder, os.W_OK)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`, or no lock if the file system does not support locks.
-
-    The lock only saves work: processes that make the same index write equal files and rename them into place. The
-    operating system releases the lock of a process that was killed.
-    """
-    # A soft lock of the library, which is only a file, would outlive a process that was killed on another machine.
-    lock = FileLock(path, poll_interval=_LOCK_POLL_S, fallback_to_soft=False)
-    try:
-        lock.acquire()
-    except OSError as error:
-        _logger.info("cannot lock %s (%s): every process makes the index itself", path, error)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()  # before the release: FileLock tries again if the file that it locked was deleted
-        lock.release()
-
-
 def _walk_all(
     paths: list[Path], image_extensions: tuple[str, ...], caption_extensions: tuple[str, ...], by_content: bool
 ) -> list[ShardContents]:
@@ -329,7 +260,7 @@ def _walk_all(
     began = time.monotonic()
 
     def walk(path: Path) -> ShardContents:
-        with _reading(path):
+        with reading(path):
             return walk_shard(path, image_extensions, caption_extensions, by_content=by_content)
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -339,9 +270,11 @@ def _walk_all(
     return contents
 
 
-def _write_index(index: Path, contents: list[ShardContents], names: list[str], sizes: list[int]) -> None:
-    """Write both files of the index. Raises DataError if they cannot be written."""
+def _write_index(index: Path, contents: list[ShardContents], names: list[str], sizes: list[int]) -> dict[str, Any]:
+    """Write the array of the index, and return its description."""
     entries = np.concatenate([shard.entries for shard in contents]) if contents else np.empty(0, ENTRY)
+    with index.open("wb") as file:
+        np.save(file, entries)
     shards = [
         {
             "name": name,
@@ -356,14 +289,4 @@ def _write_index(index: Path, contents: list[ShardContents], names: list[str], s
         }
         for name, size, shard in zip(names, sizes, contents, strict=True)
     ]
-    manifest = json.dumps({"format": _FORMAT, "shards": shards}).encode()
-    try:
-        with replacing(index, durable=False) as unfinished, unfinished.open("wb") as file:
-            np.save(file, entries)
-        # The manifest is written last, so that an index with a manifest is complete.
-        with replacing(index.with_suffix(".json"), durable=False) as unfinished:
-            unfinished.write_bytes(manifest)
-    except OSError as error:
-        raise DataError(
-            f"cannot write the index {index}: {error.strerror or error}; free some space, or check the disk"
-        ) from error
+    return {"format": _FORMAT, "shards": shards}

@@ -20,6 +20,7 @@ _PATHS = {
     "deepspeed_config",
     "model",
     "train_data",
+    "image_root",
     "val_data",
     "zeroshot_data",
     "tokenizer",

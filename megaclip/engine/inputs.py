@@ -106,16 +106,22 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
         "dataset_type": arguments.dataset_type,
         "image_key": arguments.image_key,
         "caption_key": arguments.caption_key,
+        "image_root": arguments.image_root,
         "max_bad_fraction": arguments.max_bad_fraction,
     }
+    train = open_pairs(arguments.train_data, weights=arguments.train_data_weights or None, **keys)
+    validation = open_pairs(arguments.val_data, **keys) if arguments.val_data else None
+    if arguments.val_fraction is not None:
+        train, validation = train.split(arguments.val_fraction)
+        logger.info("--val-fraction: %d samples for training, %d held out", len(train), len(validation))
     pixels: dict[str, Any] = {"size": model_config.vision_cfg.image_size, **preprocess}
     return Inputs(
         config=fitted(config, model_config),
         model_config=model_config,
         saved_config=saved_config,
         tokenizer=chosen.tokenizer,
-        train=open_pairs(arguments.train_data, weights=arguments.train_data_weights or None, **keys),
-        validation=open_pairs(arguments.val_data, **keys) if arguments.val_data else None,
+        train=train,
+        validation=validation,
         labelled=open_labelled(arguments.zeroshot_data, max_bad_fraction=arguments.max_bad_fraction)
         if arguments.zeroshot_data
         else None,

@@ -21,7 +21,7 @@ from megaclip.config.command_line import (
     parse_arguments,
 )
 from megaclip.data import DATASET_TYPES
-from megaclip.data.tables import _separator
+from megaclip.data.text_tables import separator_of
 from megaclip.engine.run import main
 from megaclip.errors import ConfigError
 from megaclip.losses.settings import FastClipSettings
@@ -90,7 +90,7 @@ def test_resume_latest_means_auto_as_in_open_clip():
         (["--logit-scale-max", "0.5"], "--logit-scale-max: Input should be greater than or equal to 1"),
         (["--aug-scale", "1"], "expected 2 arguments"),
         (["--lock-text-unlocked-layers", "1"], "requires --lock-text"),
-        (["--eval-every-steps", "1"], "requires --val-data or --zeroshot-data"),
+        (["--eval-every-steps", "1"], "requires --val-data, --val-fraction or --zeroshot-data"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_flag(extra, expected):
@@ -213,9 +213,8 @@ def test_the_first_rank_logs_an_error_at_once_and_the_others_wait(monkeypatch, c
 
 
 @pytest.mark.parametrize(("separator", "word"), [("\t", "tab"), (";", "semicolon"), (",", "comma")])
-def test_the_advice_on_csv_separator_names_the_separators_that_are_detected(tmp_path, separator, word):
-    (tmp_path / "pairs.csv").write_text(separator.join(("filepath", "title")) + "\n")
-    assert _separator(str(tmp_path / "pairs.csv")) == separator
+def test_the_advice_on_csv_separator_names_the_separators_that_are_detected(separator, word):
+    assert separator_of(separator.join(("filepath", "title")) + "\n") == separator
     assert word in OPEN_CLIP_FLAGS["--csv-separator"]
 
 

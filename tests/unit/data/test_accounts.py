@@ -3,6 +3,7 @@
 The oracle counts files and members itself, by the rules of docs/data.md, without any code of megaclip.data.
 """
 
+import csv
 import dataclasses
 import io
 import tarfile
@@ -178,6 +179,50 @@ def test_too_many_possible_samples_that_are_left_out_are_an_error(tmp_path, kind
     ):
         open_them(max_bad_fraction=0.1)
     assert len(open_them(max_bad_fraction=0.2)) == 24
+
+
+CELLS = st.sampled_from(
+    ("0.png", "", "a cat", '"red"', '"', 'a "b" c', "x,y", "two\nlines", "\ttab", "ü", "1.png\n0.png,end")
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=6), st.sampled_from(",\t;|"), st.booleans())
+def test_the_rows_of_a_csv_file_are_read_as_the_csv_module_wrote_them_or_refused(rows, separator, quote_all):
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place, "x.csv")
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, delimiter=separator, quoting=csv.QUOTE_ALL if quote_all else csv.QUOTE_MINIMAL)
+            writer.writerows([("filepath", "title"), *rows])
+        try:
+            dataset = open_pairs([str(path)])
+        except DataError as error:
+            assert "do not enclose cells" in str(error) and any("1.png" in cell for row in rows for cell in row)
+            return
+        if any("1.png" in cell for row in rows for cell in row):  # a caption that holds a row cannot be recognised
+            return
+        assert len(dataset) == len(rows) == dataset.accounts[0].seen
+        for number, (_, caption) in enumerate(rows):
+            try:
+                assert dataset.caption(number) == " ".join(caption.split())
+            except BadSample as bad:
+                assert bad.kind in ("empty caption", "missing caption") and not caption.strip()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from(("a cat", '"red', 'blue"', '"', 'a "b" c', "x,y", '"whole"')), min_size=1, max_size=6))
+def test_lines_that_were_joined_by_tabs_are_all_read_or_refused(texts):
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place, "x.tsv")
+        path.write_text("filepath\ttitle\n" + "".join(f"{n}.png\t{text}\n" for n, text in enumerate(texts)))
+        try:
+            dataset = open_pairs([str(path)])
+        except DataError as error:
+            assert "has enclosed cells" in str(error) and '"whole"' in texts + ['"whole"'] * ('"' in texts)
+            return
+        assert len(dataset) == len(texts)
+        for number, text in enumerate(texts):
+            assert dataset.caption(number) in (text, text.strip('"'))
 
 
 def test_the_account_is_kept_in_the_index(tmp_path):

@@ -212,3 +212,24 @@ def test_a_picture_without_a_caption_is_counted(tmp_path):
     assert open_pairs([str(tmp_path / "pairs")]).accounts[0].problems == {"missing caption": 1}
     problems = open_pairs([str(tmp_path / "shard.tar")]).accounts[0].problems
     assert problems == {"missing caption": 1, "missing image": 1}
+
+
+@pytest.mark.parametrize(
+    "text", ["&nbsp;", "&amp;nbsp; &#160;", "\x01\x02", "\u200b\u200d", "&#8203;\t&zwj;", "&#x7f;"]
+)
+def test_a_caption_that_shows_nothing_is_a_bad_sample_in_every_source(tmp_path, text):
+    (tmp_path / "0.png").write_bytes(picture(0))
+    (tmp_path / "x.jsonl").write_text(json.dumps({"image": "0.png", "text": text}))
+    shard = write_tar(tmp_path / "0.tar", [("0.png", picture(0)), ("0.txt", text.encode())])
+    for spec in (tmp_path / "x.jsonl", shard):
+        with pytest.raises(BadSample, match="empty caption"):
+            check_caption(open_pairs([str(spec)]).read(0))
+    check_caption(RawSample(b"", f"{text}\u00e9", "a"))
+
+
+def test_shards_in_sub_folders_are_refused_with_the_pattern(tmp_path):
+    for name in ("deep/0.tar", "0.tar"):
+        write_tar(tmp_path / name, pair_members([0]))
+        with pytest.raises(DataError, match=r"deep/0\.tar is in a sub-folder; give '.*/\*\*/\*\.tar' for the files of"):
+            open_pairs([str(tmp_path)])
+    assert len(open_pairs([str(tmp_path / "**" / "*.tar")])) == 2

@@ -464,3 +464,36 @@ def test_full_shared_memory_is_a_data_error_at_once():
     command = [*own_mounts, sys.executable, "-c", _READ_WITH_LITTLE_SHARED_MEMORY]
     (line,) = subprocess.run(command, capture_output=True, text=True, timeout=600).stdout.splitlines()
     assert "shared memory is full" in line and "docker run --shm-size" in line
+
+
+def test_equal_images_in_a_micro_batch_are_reported_once(tmp_path, caplog):
+    """One row per caption, as in Flickr30k: an image is then a negative of its own captions."""
+    members = [m for n in range(STEP) for m in ((f"{n}.png", picture(n // 5)), (f"{n}.txt", b"caption %d" % n))]
+    for name, count in (("repeated", 1), ("different", 0)):
+        members = members if count else pair_members(range(STEP))
+        loader = loader_of(open_pairs([str(write_tar(tmp_path / f"{name}.tar", members))]))
+        caplog.clear()
+        for _ in range(3):
+            next(loader)
+        assert caplog.text.count("is a negative of its own caption") == count
+
+
+def test_held_out_samples_are_those_of_whole_images(tmp_path):
+    """No image is in both parts, no sample is in neither, and the parts are equal in every run."""
+    rows = [{"image": f"{n // 5}.png", "text": f"caption {n}"} for n in range(200)]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_shards(tmp_path, [40, 60])
+    for spec, group in (("x.jsonl", 5), ("*.tar", 1)):
+        whole = open_pairs([str(tmp_path / spec)])
+        parts = whole.split(0.2)
+        found = [{int(part.caption(n).split()[-1]) for n in range(len(part))} for part in parts]
+        assert found[0] | found[1] == set(range(len(whole))) and not found[0] & found[1]
+        assert not {n // group for n in found[0]} & {n // group for n in found[1]}
+        assert 0.1 < len(found[1]) / len(whole) < 0.35
+        assert [part.shard_sizes.sum() for part in parts] == [len(part) for part in parts]
+        again = open_pairs([str(tmp_path / spec)]).split(0.2)
+        assert [part.manifest() for part in again] == [part.manifest() for part in parts]
+        ids, _ = parts[0].order(seed=0).visit(np.arange(len(parts[0])))
+        assert sorted(ids) == list(range(len(parts[0])))
+        with pytest.raises(DataError, match=r"--val-fraction is 1e-06, .* has too few images"):
+            whole.split(1e-6)

@@ -7,6 +7,7 @@ from typing import get_args
 
 import ftfy
 import pytest
+import sentencepiece
 import tokenizers
 import torch
 
@@ -186,3 +187,11 @@ def test_unusable_tokenizers_are_errors(tmp_path, captions):
         load_tokenizer("clip", 1)
     with pytest.raises(ConfigError, match="no captions"):
         train_sentencepiece(["", "  "], tmp_path / "spm.model", vocab_size=50)
+
+
+def test_long_captions_without_spaces_are_trained_on(tmp_path):
+    """sentencepiece skips lines of more than 4,192 bytes by default, and their characters would be unknown."""
+    captions = ["红色的猫坐在蓝色的桌子上" * 150 + str(number) for number in range(20)] + ["a small dog"] * 20
+    tokenizer = train_sentencepiece(captions, tmp_path / "t.model", vocab_size=60)
+    loaded = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer.files[0]))
+    assert loaded.unk_id() not in loaded.encode("红色的猫 dog")

@@ -1,0 +1,126 @@
+"""Find or make the index of data files: a file that is made once, and that all processes map into memory.
+
+The index lies in the folder `.megaclip` in the common folder of the data files or, if that is read-only, in the user's
+cache. Its name is a fingerprint of the names, sizes and modification times of the data files, and of the settings that
+it depends on. A JSON file beside it, which is written last, describes it. If several processes open the same files, one
+process makes the index and the others wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from megaclip.errors import DataError
+from megaclip.files import replacing
+from megaclip.logging import get_logger
+
+INDEX_FOLDER = ".megaclip"
+_LOCK_POLL_S = 0.2
+
+_logger = get_logger(__name__)
+
+
+def open_index(
+    paths: Sequence[Path],
+    settings: list[Any],
+    suffix: str,
+    *,
+    is_complete: Callable[[Path], bool],
+    make: Callable[[Path, list[str], list[int]], dict[str, Any]],
+) -> Path:
+    """Return the path of the index of these files. Makes it if there is none.
+
+    settings: JSON values that the index depends on.
+    is_complete: returns whether an index and its description fit together.
+    make: function of (path, names of the files relative to their common folder, their sizes in bytes) that writes the
+        index and returns its description.
+
+    Raises DataError if a file cannot be read or the index cannot be written.
+    """
+    root = Path(os.path.commonpath([path.parent for path in paths]))
+    stats = []
+    for path in paths:
+        with reading(path):
+            stats.append(path.stat())
+    names = [str(path.relative_to(root)) for path in paths]
+    facts = [*settings, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in zip(names, stats, strict=True))]
+    name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24] + suffix
+    folders = _index_folders(root)
+    for folder in folders:
+        if is_complete(folder / name):
+            return folder / name
+    writable = next(filter(_writable, folders), None)
+    if writable is None:
+        raise DataError(
+            f"the index of {paths[0]} cannot be written to {' or '.join(map(str, folders))}; make one of these folders "
+            "writable, or set XDG_CACHE_HOME to a writable folder"
+        )
+    index = writable / name
+    with _locked(index.with_suffix(".lock")):
+        if is_complete(index):  # another process may have made the index meanwhile
+            return index
+        try:
+            with replacing(index, durable=False) as unfinished:
+                description = make(unfinished, names, [stat.st_size for stat in stats])
+            with replacing(index.with_suffix(".json"), durable=False) as unfinished:
+                unfinished.write_text(json.dumps(description))
+        except OSError as error:
+            raise DataError(
+                f"cannot write the index {index}: {error.strerror or error}; free some space, or check the disk"
+            ) from error
+    return index
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise an OSError inside the `with` statement as a DataError that names the shard."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _index_folders(root: Path) -> list[Path]:
+    place = hashlib.sha256(str(root).encode()).hexdigest()[:16]
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home folder
+        return [root / INDEX_FOLDER]
+    return [root / INDEX_FOLDER, cache / "megaclip" / place]
+
+
+def _writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file `path`, or no lock if the file system does not support locks.
+
+    The lock only saves work: processes that make the same index write equal files and rename them into place. The
+    operating system releases the lock of a process that was killed.
+    """
+    # A soft lock of the library, which is only a file, would outlive a process that was killed on another machine.
+    lock = FileLock(path, poll_interval=_LOCK_POLL_S, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except OSError as error:
+        _logger.info("cannot lock %s (%s): every process makes the index itself", path, error)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()  # before the release: FileLock tries again if the file that it locked was deleted
+        lock.release()
