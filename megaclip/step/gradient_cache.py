@@ -1,15 +1,11 @@
 """Compute the gradient of a contrastive batch that is too large for one forward pass of the towers.
 
-The gradient cache (Gao et al., 2021, arXiv:2101.06983) has three parts:
+`megaclip.cache.passes` encodes the chunks and back-propagates them. This module adds what a run of two towers has: the
+chunks of the step's samples, the reading of images a second time, parameters that stay gathered at ZeRO-3, embeddings
+in host memory, random numbers that depend on the step alone, and captions that are sorted by length.
 
-1. Encode every chunk. Keep the embeddings of all chunks, and the graphs of some (`KeptGraphs`).
-2. Evaluate the loss once over all embeddings, and cache its gradients with respect to them.
-3. Back-propagate each chunk's surrogate: the inner product of the chunk's embeddings and their cached gradients. The
-   kept graphs come first. The other chunks are then encoded again, with the same random state.
-
-The result is the gradient of the whole batch, not of the chunks. It does not depend on the graphs that are kept. One
-tower runs after the other, so a step without kept graphs holds the activations of one chunk in one tower only. A tower
-without trainable parameters runs once.
+One tower runs after the other, so a step without kept graphs holds the activations of one chunk in one tower only. A
+tower without trainable parameters runs once.
 
 Batch norms normalise a chunk by its own mean and deviation, in both encodings. Their running statistics change once per
 chunk, in the first encoding. At the end of the step they are averaged over the ranks, so they are equal on every rank.
@@ -24,24 +20,22 @@ Shapes: b rows of this rank, D embedding.
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 
+from megaclip.cache.passes import ChunkSource, Outputs, Passes
 from megaclip.comm.collectives import average_over_ranks
 from megaclip.devices import upload
 from megaclip.errors import NonFiniteError
 from megaclip.models import DualEncoder
 from megaclip.step.batch import StepBatch, Tower
-from megaclip.step.gradient_sums import GradientSums
 from megaclip.step.layout import KeptGraphs, encodes_together, kept_graphs
 from megaclip.step.running_statistics import restored, running_statistics
-from megaclip.zero.backward import gradients_to_come, resume_backward
+from megaclip.zero.backward import DeepSpeedPasses
 from megaclip.zero.gathered_tower import GatheredTower
 
 ContrastiveLoss = Callable[..., Tensor]  # (image features, text features, scale[, logit_bias]) -> loss
@@ -114,23 +108,24 @@ def accumulate_gradients(
         DataError: the data of a rank failed; the caller must not update.
     """
     embeddings_device = torch.device("cpu") if embeddings_on_cpu else engine.device
-    gathered = GatheredTower(engine, _modules(engine.module).values())
-    passes = _Passes(engine, batch, random_state, kept, coalesce, embeddings_device, gathered)
-    with gathered.kept():
-        features = passes.embed()
+    whole = _Step(engine, batch, random_state, kept, embeddings_device)
+    passes = Passes(whole.sources, DeepSpeedPasses(engine, coalesce=coalesce, accumulation_dtype=accumulation_dtype))
+    if not coalesce:
+        whole.include_other_tower(passes.order)
+    with whole.gathered.kept():
+        passes.encode()
     batch.agree()
     scalars = [log_scale] if logit_bias is None else [log_scale, logit_bias]
     orders = {tower: batch.order(tower) for tower in Tower}
     loss, cached = _loss_and_gradients(
-        loss_function, features, orders, scalars, engine.device, random_state.step, check_loss
+        loss_function, whole.features, orders, scalars, engine.device, random_state.step, check_loss
     )
     statistics = running_statistics(engine.module)
-    with engine.coalesce_grad_reduction() if coalesce else nullcontext(), restored(statistics), gathered.kept():
-        sums = GradientSums(engine.module, accumulation_dtype) if coalesce and passes.count > 1 else None
-        passes.back_propagate(cached, sums)
-    engine.set_gradient_accumulation_boundary(True)  # coalesce_grad_reduction has restored the flag
+    whole.cached = cached.features
+    with restored(statistics), whole.gathered.kept():
+        passes.back_propagate(cached.scalars, without_encoders=lambda: _outputs(engine(None, None)))
     average_over_ranks(statistics)
-    if passes.read_again:
+    if passes.repeated:
         batch.agree()
     return loss
 
@@ -145,30 +140,60 @@ class _Cached:
     """Gradients of the log scale and, if the model has one, of the logit bias, each (1,)."""
 
 
-_Outputs = tuple[Tensor | None, ...]  # features by tower, then the scalars, as `DualEncoder.forward` returns them
+class _TowerChunks:
+    """The chunks that one tower encodes, or both towers together, as a `ChunkSource`; its roles are the towers."""
+
+    def __init__(self, towers: tuple[Tower, ...], step: "_Step", *, is_trained: bool) -> None:
+        self._towers, self._step, self.is_trained = towers, step, is_trained
+        self.count = step.batch.chunk_count(towers[0])
+        self.kept = step.kept[towers[0]]
+        self.with_other_tower: set[int] = set()
+        """Chunks whose passes include the other tower, with one blank row and a gradient of zero."""
+
+    def inputs(self, *, again: bool) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the inputs of the chunks, one tensor per tower. A tower that is not trained reads each chunk once."""
+        read_once = self.kept if self.is_trained else self.count
+        chunks = (self._step.batch.chunks(tower, read_once=read_once, again=again) for tower in self._towers)
+        return zip(*chunks, strict=True)
+
+    def forward(self, chunk: int, inputs: Sequence[Tensor], *, with_graph: bool, again: bool) -> Outputs:
+        """Encode a chunk with its random numbers.
+
+        The model runs the image tower first and then calls `before_text`. So a tower draws the same numbers whether or
+        not the other tower runs in this pass. Blank rows do not change running statistics.
+        """
+        step, model = self._step, self._step.model
+        self.resume(chunk)
+        step.random_state.reseed(self._towers[0], chunk)
+        model.before_text = functools.partial(step.random_state.reseed, Tower.TEXT, chunk)
+        by_tower = dict(zip(self._towers, inputs, strict=True))
+        pieces = step.batch.pieces(chunk) if Tower.TEXT in by_tower else None
+        unchanged: list[Tensor] = []
+        if with_graph and chunk in self.with_other_tower:
+            other = Tower(1 - self._towers[0])
+            by_tower[other] = model.blank(step.batch.blank(other))
+            unchanged = model.statistics(_modules(model)[other])
+        try:
+            with torch.set_grad_enabled(with_graph), restored(unchanged):
+                return _outputs(step.engine(by_tower.get(Tower.IMAGE), by_tower.get(Tower.TEXT), pieces))
+        finally:
+            model.before_text = None  # evaluations do not reseed
+
+    def store(self, chunk: int, outputs: Outputs) -> None:
+        for tower in self._towers:
+            self._step.store(tower, chunk, outputs.features[tower])
+
+    def gradients(self, chunk: int) -> dict[int, Tensor]:
+        return {tower: self._step.cached[tower][self._step.rows(tower, chunk)] for tower in self._towers}
+
+    def resume(self, chunk: int) -> None:
+        """Keep the tower's parameters gathered, in a step of several passes."""
+        if len(self._towers) == 1:
+            self._step.gathered.use(_modules(self._step.model)[self._towers[0]])
 
 
-class _Pass(NamedTuple):
-    """Chunks that one forward pass encodes and one backward pass back-propagates."""
-
-    towers: tuple[Tower, ...]
-    """One tower, or both if each has one chunk."""
-    chunk: int
-
-
-class _Graph(NamedTuple):
-    """The outputs of a forward pass whose graph is kept."""
-
-    outputs: _Outputs
-    gradients_to_come: dict[nn.Module, int]
-    """ZeRO-3's count of input gradients that each module waits for before it frees its parameters."""
-
-
-class _Passes:
-    """The passes over the towers: encode all chunks, back-propagate the kept graphs, encode the other chunks again.
-
-    A tower's gradients accumulate in the order of its chunks. This order does not depend on which graphs are kept.
-    """
+class _Step:
+    """The sources of a step, in the order in which they encode the batch, with their features and cached gradients."""
 
     def __init__(
         self,
@@ -176,175 +201,55 @@ class _Passes:
         batch: StepBatch,
         random_state: RandomState,
         kept: KeptGraphs | None,
-        coalesce: bool,
         embeddings_device: torch.device,
-        gathered: GatheredTower,
     ) -> None:
-        self._engine, self._batch, self._random_state = engine, batch, random_state
+        self.engine, self.batch, self.random_state = engine, batch, random_state
+        self.model: DualEncoder = engine.module
+        self.gathered = GatheredTower(engine, _modules(self.model).values())
+        self.features: dict[Tower, Tensor] = {}
+        """Features, (b, D) per tower, in the order of the chunks."""
+        self.cached: dict[Tower, Tensor] = {}
+        """Their gradients."""
         self._embeddings_device = embeddings_device
-        self._gathered = gathered
-        self._trained = trained_towers(engine.module)
-        chunks = [batch.chunk_count(tower) for tower in Tower]
-        is_trained = [tower in self._trained for tower in Tower]
-        self._kept = kept or kept_graphs(0, chunks, is_trained)
-        assert all(kept <= count for kept, count in zip(self._kept, chunks, strict=True)), (self._kept, chunks)
-        self._graphs: dict[_Pass, _Graph] = {}
-        self._forward_order = _forward_order(chunks, is_trained)
-        self._trained_order = [towers for towers in self._forward_order if towers[0] in self._trained]
-        # The graphs of the text tower, which are smaller, are the first to be back-propagated.
-        self._kept_passes = [
-            _Pass(towers, index) for towers in reversed(self._trained_order) for index in range(self._kept[towers[0]])
-        ]
-        self._repeated_passes = [
-            _Pass(towers, index)
-            for towers in self._trained_order
-            for index in range(self._kept[towers[0]], chunks[towers[0]])
-        ]
-        self._backward_order = self._kept_passes + self._repeated_passes
-        self._with_other_tower = self._passes_with_both_towers(coalesce)
+        trained = trained_towers(self.model)
+        chunks, is_trained = [batch.chunk_count(tower) for tower in Tower], [tower in trained for tower in Tower]
+        self.kept = kept or kept_graphs(0, chunks, is_trained)
+        assert all(kept <= count for kept, count in zip(self.kept, chunks, strict=True)), (self.kept, chunks)
+        orders = _forward_order(chunks, is_trained)
+        self.sources = [_TowerChunks(towers, self, is_trained=towers[0] in trained) for towers in orders]
 
-    @property
-    def count(self) -> int:
-        """Number of backward passes."""
-        return max(1, len(self._backward_order))
-
-    @property
-    def read_again(self) -> bool:
-        """True if some chunks are read for the second time, on every rank."""
-        return bool(self._repeated_passes)
-
-    def _passes_with_both_towers(self, coalesce: bool) -> set[_Pass]:
-        """Return the passes over one tower that include the other tower, with one blank row and a gradient of zero.
+    def include_other_tower(self, order: Sequence[tuple[ChunkSource, int]]) -> None:
+        """Let the passes over one tower include the other tower where DeepSpeed requires it.
 
         DeepSpeed overwrites the last step's gradients in a step's first backward pass (stage 3, offload) and copies the
         sums to the host in its last one (offload), but only for parameters that take part in that pass.
         """
-        if coalesce or len(self._trained) < 2 or self.count == 1:
-            return set()
-        first, last = self._backward_order[0], self._backward_order[-1]
-        if self._engine.zero_offload_optimizer() is not None:
-            return {first, last}
-        return {first} if self._engine.zero_optimization_stage() == 3 else set()
-
-    def embed(self) -> dict[Tower, Tensor]:
-        """Encode every chunk; return the features, (b, D) per tower, in the order of the chunks."""
-        features: dict[Tower, Tensor] = {}
-        for towers in self._forward_order:
-            for index, inputs in enumerate(self._inputs(towers, again=False)):
-                this_pass, keeps = _Pass(towers, index), index < self._kept[towers[0]]
-                outputs = self._forward(this_pass, inputs, with_graph=keeps)
-                for tower in towers:
-                    self._store(features, tower, index, outputs[tower])
-                if keeps:
-                    self._graphs[this_pass] = _Graph(outputs, gradients_to_come(self._engine.module))
-        return features
-
-    def back_propagate(self, cached: _Cached, sums: GradientSums | None) -> None:
-        """Back-propagate the cached gradients of features and scalars; leave the parameters' gradients in the engine.
-
-        sums: sums of gradients, if DeepSpeed reduces them after the last chunk only. None: it reduces each chunk's
-        gradients.
-        """
-        if not self._trained:
-            self._backward(self._engine(None, None), {}, cached.scalars)
+        if len(trained_towers(self.model)) < 2 or len(order) == 1:
             return
-        for this_pass, outputs in self._outputs():
-            is_last = this_pass == self._backward_order[-1]
-            # The gradient is multiplied by zero, not left out: ZeRO expects the same parameters in every backward pass.
-            scalars = cached.scalars if is_last else [0 * gradient for gradient in cached.scalars]
-            gradients = {
-                tower: cached.features[tower][self._rows(tower, this_pass.chunk)] for tower in this_pass.towers
-            }
-            self._backward(outputs, gradients, scalars, is_last=is_last)
-            del outputs  # frees the rest of their graph before the next one is built
-            if sums is not None:
-                sums.add()
-        if sums is not None:
-            sums.write_back()
+        offloads = self.engine.zero_offload_optimizer() is not None
+        required = [order[0]] if offloads or self.engine.zero_optimization_stage() == 3 else []
+        for source, chunk in required + [order[-1]] * offloads:
+            assert isinstance(source, _TowerChunks)
+            source.with_other_tower.add(chunk)
 
-    def _outputs(self) -> Iterator[tuple[_Pass, _Outputs]]:
-        """Yield each pass of the backward order with the outputs of its graph."""
-        for this_pass in self._kept_passes:
-            self._gather(this_pass)
-            graph = self._graphs.pop(this_pass)
-            resume_backward(self._engine, graph.gradients_to_come)
-            yield this_pass, graph.outputs
-        for towers in self._trained_order:
-            for index, inputs in enumerate(self._inputs(towers, again=True), start=self._kept[towers[0]]):
-                this_pass = _Pass(towers, index)
-                yield this_pass, self._forward(this_pass, inputs, with_graph=True)
+    def store(self, tower: Tower, chunk: int, features: Tensor) -> None:
+        """Copy the features of a chunk to the device that keeps embeddings."""
+        if tower not in self.features:
+            shape = (self.batch.rows(), features.shape[1])
+            self.features[tower] = _empty(shape, features, self._embeddings_device)
+        self.features[tower][self.rows(tower, chunk)].copy_(features.detach(), non_blocking=True)
 
-    def _backward(
-        self,
-        outputs: _Outputs,
-        gradients: dict[Tower, Tensor],
-        scalar_gradients: Sequence[Tensor],
-        *,
-        is_last: bool = True,
-    ) -> None:
-        """Back-propagate a scalar whose gradient with respect to the model's outputs is the cached gradient."""
-        features, scalars = outputs[: len(Tower)], outputs[len(Tower) :]
-        surrogate = torch.zeros((), device=self._engine.device)
-        for tower in Tower:
-            output = features[tower]
-            if output is None:
-                continue
-            wide = torch.promote_types(output.dtype, torch.float32)
-            gradient = gradients[tower].to(output.device, non_blocking=True).to(wide) if tower in gradients else 0.0
-            surrogate = surrogate + (output.to(wide) * gradient).sum()
-        for scalar, gradient in zip(scalars, scalar_gradients, strict=True):
-            assert scalar is not None, "the model returns its scalars"
-            surrogate = surrogate + (scalar * gradient).sum()
-        self._engine.set_gradient_accumulation_boundary(is_last)
-        self._engine.backward(surrogate, scale_wrt_gas=False)
-
-    def _inputs(self, towers: tuple[Tower, ...], *, again: bool) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the inputs of the chunks that these towers encode together, one tensor per tower.
-
-        again: as for `StepBatch.chunks`. A tower that is not trained reads each chunk once.
-        """
-        read_once = self._kept[towers[0]] if towers[0] in self._trained else self._batch.chunk_count(towers[0])
-        return zip(*(self._batch.chunks(tower, read_once=read_once, again=again) for tower in towers), strict=True)
-
-    def _forward(self, this_pass: _Pass, inputs: Sequence[Tensor], *, with_graph: bool) -> _Outputs:
-        """Encode chunks with their random numbers.
-
-        The model runs the image tower first and then calls `before_text`. So a tower draws the same numbers whether or
-        not the other tower runs in this pass. Blank rows do not change running statistics.
-        """
-        model: DualEncoder = self._engine.module
-        self._gather(this_pass)
-        self._random_state.reseed(this_pass.towers[0], this_pass.chunk)
-        model.before_text = functools.partial(self._random_state.reseed, Tower.TEXT, this_pass.chunk)
-        by_tower = dict(zip(this_pass.towers, inputs, strict=True))
-        pieces = self._batch.pieces(this_pass.chunk) if Tower.TEXT in by_tower else None
-        unchanged: list[Tensor] = []
-        if with_graph and this_pass in self._with_other_tower:
-            other = Tower(1 - this_pass.towers[0])
-            by_tower[other] = model.blank(self._batch.blank(other))
-            unchanged = model.statistics(_modules(model)[other])
-        try:
-            with torch.set_grad_enabled(with_graph), restored(unchanged):
-                return self._engine(by_tower.get(Tower.IMAGE), by_tower.get(Tower.TEXT), pieces)
-        finally:
-            model.before_text = None  # evaluations do not reseed
-
-    def _gather(self, this_pass: _Pass) -> None:
-        """Keep the parameters of the pass's tower gathered, in a step of several passes."""
-        if len(this_pass.towers) == 1:
-            self._gathered.use(_modules(self._engine.module)[this_pass.towers[0]])
-
-    def _store(self, features: dict[Tower, Tensor], tower: Tower, index: int, chunk: Tensor | None) -> None:
-        assert chunk is not None, "the model returns features of every input"
-        if tower not in features:
-            shape = (self._batch.rows(), chunk.shape[1])
-            features[tower] = _empty(shape, chunk, self._embeddings_device)
-        features[tower][self._rows(tower, index)].copy_(chunk.detach(), non_blocking=True)
-
-    def _rows(self, tower: Tower, index: int) -> slice:
+    def rows(self, tower: Tower, chunk: int) -> slice:
         """Return the rows of a chunk."""
-        count = self._batch.rows() // self._batch.chunk_count(tower)
-        return slice(index * count, (index + 1) * count)
+        count = self.batch.rows() // self.batch.chunk_count(tower)
+        return slice(chunk * count, (chunk + 1) * count)
+
+
+def _outputs(returned: tuple[Tensor | None, ...]) -> Outputs:
+    """Return the outputs of `DualEncoder.forward` by tower."""
+    features = zip(Tower, returned, strict=False)
+    scalars = [scalar for scalar in returned[len(Tower) :] if scalar is not None]
+    return Outputs({tower: each for tower, each in features if each is not None}, scalars)
 
 
 def _forward_order(chunks: Sequence[int], is_trained: Sequence[bool]) -> list[tuple[Tower, ...]]:

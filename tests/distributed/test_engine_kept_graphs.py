@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from megaclip.step import gradient_cache
+from megaclip.cache.passes import Passes
 from megaclip.step.batch import Tower
 from tests.distributed.checks import covering_rows
 from tests.distributed.engine_cases import Case, Outcome, backpropagate, oracle, start_engine, train, training_config
@@ -65,24 +65,24 @@ SHORT = {row for feature in FEATURES for row in [row for row in ROWS if row[0] =
 """The rows that `make test` runs: the first two of each feature."""
 
 
-def faulty_rows(self: gradient_cache._Passes) -> None:
+def faulty_rows(self: Passes) -> None:
     """Exchange the kept graphs of two image chunks, so that each is back-propagated with the rows of the other."""
-    first, second = (gradient_cache._Pass((Tower.IMAGE,), chunk) for chunk in (0, 1))
+    first, second = ((source, chunk) for source, chunk in self.order if Tower.IMAGE in source._towers and chunk < 2)
     self._graphs[first], self._graphs[second] = self._graphs[second], self._graphs[first]
 
 
-def counts_of_the_last_forward(self: gradient_cache._Passes) -> None:
+def counts_of_the_last_forward(self: Passes) -> None:
     """Keep DeepSpeed's count of backward passes as it was after the last forward pass."""
-    self._engine.optimizer.clear_backward_seen_flag = lambda: None
+    self._engine.engine.optimizer.clear_backward_seen_flag = lambda: None
 
 
-def without_counts(self: gradient_cache._Passes) -> None:
+def without_counts(self: Passes) -> None:
     """Keep the modules' counts of expected gradients as they were after the last forward pass."""
-    for graph in self._graphs.values():
-        graph.gradients_to_come.clear()
+    for _, counts in self._graphs.values():
+        counts.clear()
 
 
-Fault = Callable[[gradient_cache._Passes], None]
+Fault = Callable[[Passes], None]
 FAULTS: dict[str, tuple[Case, Fault]] = {
     "rows of another chunk": (case("plain", 0, ALL, 2), faulty_rows),
     "rows of another chunk, zero3": (case("dropout", 3, ALL, 2), faulty_rows),
@@ -92,13 +92,13 @@ FAULTS: dict[str, tuple[Case, Fault]] = {
 
 def with_fault(patch: pytest.MonkeyPatch, fault: Fault) -> None:
     """Plant a fault between the forward and the backward passes of every step."""
-    back_propagate = gradient_cache._Passes.back_propagate
+    back_propagate = Passes.back_propagate
 
-    def faulty(self: gradient_cache._Passes, *arguments) -> None:
+    def faulty(self: Passes, *arguments, **named) -> None:
         fault(self)
-        back_propagate(self, *arguments)
+        back_propagate(self, *arguments, **named)
 
-    patch.setattr(gradient_cache._Passes, "back_propagate", faulty)
+    patch.setattr(Passes, "back_propagate", faulty)
 
 
 def train_all(cases: list[Case], faults: list[str]) -> dict[Case | str, Outcome | str]:

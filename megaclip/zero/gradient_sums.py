@@ -5,9 +5,8 @@ times as large.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megaclip.models import DualEncoder
 from megaclip.zero.parameters import is_partitioned
 
 
@@ -19,7 +18,7 @@ class GradientSums:
     and is set to zero.
     """
 
-    def __init__(self, model: DualEncoder, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.dtype != dtype]
         self._partitioned = any(is_partitioned(parameter) for parameter in self._parameters)
         self._dtype = dtype

@@ -1,0 +1,12 @@
+"""The gradient cache: gradients of a loss over a whole batch whose encoders process one chunk at a time.
+
+- `gradient_cache`: `GradientCache` and `Encoded`, the public interface. docs/gradient_cache.md describes its use.
+- `passes`: the core, which `megaclip.step` shares: encodes chunks, keeps graphs, and back-propagates surrogates.
+- `engines`: one reduction of parameter gradients per step in plain PyTorch, DDP, FSDP2 and DeepSpeed.
+- `inputs`: divides inputs of any structure into chunks, by samples or by tokens.
+- `random_state`: replays random numbers. `kept_graphs`: the number of graphs that fit into free memory.
+"""
+
+from megaclip.cache.gradient_cache import Encoded, GradientCache
+
+__all__ = ["Encoded", "GradientCache"]

@@ -1,0 +1,279 @@
+"""`GradientCache`: the gradient of any loss over the whole batch, for any encoders and engines.
+
+Scale. Data-parallel engines average parameter gradients over the W ranks. A loss must therefore return gradients of its
+features that are W times those of the global mean loss, and the whole gradients of its scale and bias on every rank, as
+`megaclip.ClipLoss` does. A loss over the features of one rank alone is then averaged over ranks, as in a plain step.
+
+Shapes: n samples of this rank, D embedding.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megaclip.cache.engines import modules_of, passes_of
+from megaclip.cache.inputs import Chunks, divided, elements_of
+from megaclip.cache.kept_graphs import KeptGraphs
+from megaclip.cache.passes import Outputs, Passes
+from megaclip.cache.random_state import random_state, set_random_state
+from megaclip.comm.collectives import average_over_ranks, gather_integers
+from megaclip.comm.groups import resolve
+from megaclip.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An input of the loss that an encoder computes from chunks of its inputs.
+
+    Exactly one of `chunk`, `tokens` and `split` divides the inputs. Without them the inputs are one chunk, whose graph
+    is kept.
+    """
+
+    encoder: Callable[..., Tensor]
+    """Function of the inputs of one chunk, which returns features (n, D). With DeepSpeed and FSDP2 it must call the
+    engine itself, not a method of its module. Without inputs it is called once without arguments, and may return any
+    tensor, such as a scale whose parameter is partitioned."""
+    inputs: Any = None
+    """Tensors with one row per sample, lists of samples, or a mapping, dataclass or tuple of these."""
+    chunk: int | None = None
+    """Number of samples per chunk."""
+    tokens: int | None = None
+    """Number of tokens per chunk, padding included. Samples are sorted by length, and padding at the end is cut.
+    Inputs must have an attention_mask (samples, length). A longer sample is a chunk of its own."""
+    split: Callable[[Any], list[Any]] | None = None
+    """Function that returns the inputs of each chunk, in the order of the samples."""
+
+    def __post_init__(self) -> None:
+        if sum(value is not None for value in (self.chunk, self.tokens, self.split)) > 1:
+            raise ConfigError("Encoded takes one of chunk, tokens and split; leave out the others")
+        for name in ("chunk", "tokens"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"Encoded(..., {name}={value!r}): {name} must be a positive integer")
+
+
+class GradientCache:
+    """Compute gradients of a whole batch in chunks, with one reduction of parameter gradients per step.
+
+    Args:
+        loss: function of whole-batch features (n, D) of this rank and other arguments, which returns a scalar tensor.
+            Gradients of its own parameters accumulate in these parameters. Those that are not part of the engine are
+            averaged over ranks.
+        engine: a DeepSpeed engine, a module wrapped by DistributedDataParallel or `fully_shard`, or a list of such
+            modules. None: PyTorch without ranks.
+        keep: number of chunks whose graphs are kept from their first encoding, which saves their second one: an
+            integer, "all", or "auto". "auto" keeps as many as fit into the memory that is free after two steps. On a
+            CPU it keeps none.
+        group: the ranks that train together. None: all ranks.
+    """
+
+    def __init__(
+        self, loss: Callable[..., Tensor], engine: Any = None, *, keep: int | str = "auto", group: Any = None
+    ) -> None:
+        if not (keep in ("auto", "all") or (isinstance(keep, int) and keep >= 0)):
+            raise ConfigError(f'keep={keep!r}: use "auto", "all", or the number of chunks whose graphs are kept')
+        self._loss, self._group = loss, group
+        self._modules = modules_of(engine)
+        self._engine = passes_of(self._modules)
+        self._kept = KeptGraphs(keep)
+        self._forwards = 0
+        """Number of forward passes of DeepSpeed's engine."""
+        for module in self._modules:
+            if isinstance(module, DeepSpeedEngine):
+                module.register_forward_pre_hook(self._count_forward)
+
+    def step(self, *arguments: Any, **named: Any) -> Tensor:
+        """Leave the gradients of `loss(*arguments, **named)` where the engine's own backward pass would leave them.
+
+        All ranks call it together. `Encoded` arguments are replaced by features. Tensors that require gradients, such
+        as a scale, receive theirs. All other arguments reach the loss unchanged. The chunks run under the caller's
+        autocast. The gradients are not set to zero before.
+
+        Returns:
+            the loss of this rank, (), without a graph.
+
+        Raises:
+            DataError: on every rank, if the inputs of a rank cannot be divided into chunks.
+            ConfigError: an argument cannot be used with the engine.
+        """
+        keys = [*range(len(arguments)), *named]
+        values = dict(zip(keys, [*arguments, *named.values()], strict=True))
+        encoded = {key: value for key, value in values.items() if isinstance(value, Encoded)}
+        sources = self._sources(list(encoded.values()))
+        passes = Passes(sources, self._engine)
+        passes.encode()
+        torch.clear_autocast_cache()  # its casts have no graphs if they were made without gradients
+        leaves = {key: source.features() for key, source in zip(encoded, sources, strict=True)}
+        joined = {key: value for key, value in values.items() if key not in leaves and _has_gradient(value)}
+        self._check_joined(joined)
+        leaves |= {key: value.detach().clone().requires_grad_() for key, value in joined.items()}
+        inputs = [(values | leaves)[key] for key in keys]
+        loss = self._loss(*inputs[: len(arguments)], **dict(zip(named, inputs[len(arguments) :], strict=True)))
+        if not isinstance(loss, Tensor) or loss.dim() > 0:
+            raise ConfigError("the loss must return one scalar tensor; return a weighted sum of several losses")
+        loss.backward()  # type: ignore[no-untyped-call]  # not autograd.grad: the loss may have parameters
+        after_loss = random_state()
+        gradients = {key: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for key, leaf in leaves.items()}
+        for key, source in zip(encoded, sources, strict=True):
+            source.set_gradients(gradients[key])
+        del leaves, inputs
+        with _kept_statistics(self._modules, [value.encoder for value in encoded.values()]):
+            passes.back_propagate(joined=[(value, gradients[key]) for key, value in joined.items()])
+        set_random_state(after_loss)
+        self._average_loss_parameters()
+        return loss.detach()
+
+    def _sources(self, encoded: list[Encoded]) -> list["_EncodedChunks"]:
+        """Divide the inputs. All ranks agree on the numbers of chunks and kept graphs by one exchange of integers."""
+        error: Exception | None = None
+        chunks: list[Chunks] = []
+        try:
+            chunks = [divided(each.inputs, each.chunk, each.tokens, each.split) for each in encoded]
+        except Exception as problem:  # kept until every rank knows of it
+            error = problem
+        counts = [len(each.inputs) for each in chunks] or [0] * len(encoded)
+        number = self._kept.number([[elements_of(inputs) for inputs in each.inputs] for each in chunks])
+        everyone = gather_integers([int(error is not None), number, *counts], group=self._group)
+        if error is not None:
+            raise error
+        failed = [rank for rank, (flag, *_) in enumerate(everyone) if flag]
+        if failed:
+            raise DataError(f"rank {failed[0]} could not divide its inputs into chunks; its error is in its output")
+        number = min(others[1] for others in everyone)
+        sources = []
+        for index, (each, own) in enumerate(zip(encoded, chunks, strict=True)):
+            count = max(others[2 + index] for others in everyone)
+            whole = each.chunk is None and each.tokens is None and each.split is None
+            kept = count if whole else min(number, count)
+            number -= 0 if whole else kept
+            sources.append(_EncodedChunks(index, each, own, count, kept, self))
+        return sources
+
+    def encode(self, source: "_EncodedChunks", inputs: Any) -> Tensor:
+        """Encode a chunk, and check that its gradients reach the engine."""
+        before = self._forwards
+        encoder = source.encoded.encoder
+        output = encoder() if source.encoded.inputs is None else encoder(inputs)
+        if not isinstance(output, Tensor) or (source.encoded.inputs is not None and output.dim() != 2):
+            found = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            raise ConfigError(f"an encoder returned {found}; it must return features of shape (samples, dimension)")
+        is_deepspeed = any(isinstance(module, DeepSpeedEngine) for module in self._modules)
+        if is_deepspeed and output.requires_grad and self._forwards == before:
+            raise ConfigError(
+                "an encoder with trainable parameters did not call the DeepSpeed engine; call engine(...), not a "
+                "method of engine.module, and let the module's forward choose what it encodes"
+            )
+        return output
+
+    def measured(self, source: "_EncodedChunks", inputs: Any) -> Tensor:
+        """Encode a chunk with a graph, and record the graph's size."""
+        self._kept.before_graph()
+        output = self.encode(source, inputs)
+        self._kept.after_graph(source.index, elements_of(inputs))
+        return output
+
+    def _count_forward(self, *_: Any) -> None:
+        self._forwards += 1
+
+    def _check_joined(self, joined: dict[Any, Tensor]) -> None:
+        stage_3 = [m for m in self._modules if isinstance(m, DeepSpeedEngine) and m.zero_optimization_stage() == 3]
+        for key, value in joined.items():
+            if isinstance(value, DTensor) or (stage_3 and value.numel() == 0):
+                raise ConfigError(
+                    f"argument {key!r} was computed from a partitioned parameter outside the engine; pass "
+                    f"Encoded(function), and let the function return it from the engine's forward pass"
+                )
+
+    def _average_loss_parameters(self) -> None:
+        """Average the gradients of the loss's parameters that no engine reduces."""
+        if not isinstance(self._loss, nn.Module) or not self._modules:
+            return
+        reduced = {id(parameter) for module in self._modules for parameter in module.parameters()}
+        own = [p.grad for p in self._loss.parameters() if id(p) not in reduced and p.grad is not None]
+        average_over_ranks(own, group=resolve(self._group))
+
+
+class _EncodedChunks:
+    """The chunks of an `Encoded` argument on this rank, as a `ChunkSource`.
+
+    Chunks beyond this rank's own are blank: its last chunk again, with gradient zero.
+    """
+
+    def __init__(
+        self, index: int, encoded: Encoded, chunks: Chunks, count: int, kept: int, cache: GradientCache
+    ) -> None:
+        self.index, self.encoded, self.count, self.kept = index, encoded, count, kept
+        self.is_trained = True
+        self._chunks, self._order, self._cache = chunks.inputs, chunks.order, cache
+        self._own = len(chunks.inputs)
+        self._states: list[Any] = []
+        self._features: list[Tensor] = []
+        self._gradients: list[Tensor] = []
+
+    def inputs(self, *, again: bool) -> Iterator[Any]:
+        for chunk in range(self.kept if again else 0, self.count):
+            yield self._chunks[min(chunk, self._own - 1)]
+
+    def forward(self, chunk: int, inputs: Any, *, with_graph: bool, again: bool) -> Outputs:
+        if again:
+            set_random_state(self._states[chunk])
+        else:
+            self._states.append(random_state())
+        # A graph of the first chunk shows whether the encoder is trained. Unless it is kept, it is dropped at once.
+        builds_graph = with_graph or chunk == 0
+        if chunk <= 1 or with_graph:
+            torch.clear_autocast_cache()
+        with torch.set_grad_enabled(builds_graph):
+            output = self._cache.measured(self, inputs) if builds_graph else self._cache.encode(self, inputs)
+        if chunk == 0:
+            self.is_trained = output.requires_grad
+        return Outputs({self.index: output if with_graph else output.detach()})
+
+    def store(self, chunk: int, outputs: Outputs) -> None:
+        if chunk < self._own:
+            self._features.append(outputs.features[self.index].detach())
+
+    def features(self) -> Tensor:
+        """Return the features of all samples in their order, as a leaf, and keep no other copy."""
+        whole = self._features[0] if len(self._features) == 1 else torch.cat(self._features)
+        self._lengths = [len(each) for each in self._features] if whole.dim() else [1]
+        self._features.clear()
+        if self._order is not None:
+            whole = whole[self._order.argsort().to(whole.device)]
+        return whole.detach().requires_grad_(self.is_trained)
+
+    def set_gradients(self, gradient: Tensor) -> None:
+        """Keep the gradients of all samples, in their order."""
+        if self._order is not None:
+            gradient = gradient[self._order.to(gradient.device)]
+        self._gradients = list(gradient.split(self._lengths)) if gradient.dim() else [gradient]
+
+    def gradients(self, chunk: int) -> dict[int, Tensor]:
+        return {self.index: self._gradients[chunk]} if chunk < self._own else {}
+
+    def resume(self, chunk: int) -> None: ...
+
+
+class _kept_statistics:
+    """Restore the running statistics of batch norms, which the first encoding has updated already."""
+
+    def __init__(self, modules: list[nn.Module], encoders: list[Callable[..., Tensor]]) -> None:
+        owners = [*modules, *encoders, *(getattr(encoder, "__self__", None) for encoder in encoders)]
+        parts = {part for owner in owners if isinstance(owner, nn.Module) for part in owner.modules()}
+        norms = [part for part in parts if isinstance(part, nn.modules.batchnorm._NormBase)]
+        self._statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        for buffer, kept in self._statistics:
+            buffer.data.copy_(kept)  # through .data, because kept graphs refer to them but never read them
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad

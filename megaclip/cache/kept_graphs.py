@@ -1,0 +1,64 @@
+"""The number of graphs that a step keeps, from the memory that earlier steps have left free.
+
+The first two steps keep no graph, so they need as little memory as possible. They measure the bytes of the graphs. From
+then on the free memory, less a margin, decides. All ranks keep equally many graphs, because the passes of FSDP2 and
+ZeRO-3 communicate.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+_MEASURED_STEPS = 2
+"""Steps that measure. It is above 1 because an optimizer allocates its states at the end of the first step."""
+_MARGIN = 0.05
+"""Share of the device's memory that stays free, for fragments of the allocator and for other programs."""
+_SPREAD = 1.1
+"""Factor of the largest measured graph per element of input, for graphs of chunks that have not been measured."""
+ALL = 1 << 30
+
+
+class KeptGraphs:
+    """keep: number of graphs, "all", or "auto", which measures on CUDA and keeps none on a CPU."""
+
+    def __init__(self, keep: int | str) -> None:
+        self._number = ALL if keep == "all" else 0 if isinstance(keep, str) else keep
+        self._measures = keep == "auto" and torch.cuda.is_available()
+        self._steps = 0
+        self._budget = 0.0
+        self._bytes_per_element: dict[int, float] = {}
+        self._allocated = 0
+
+    def number(self, elements: Sequence[Sequence[int]]) -> int:
+        """Return the number of graphs that this rank can keep in the next step.
+
+        elements: number of elements of each chunk of each encoder, in the order in which graphs are kept.
+        """
+        if not self._measures:
+            return self._number
+        self._steps += 1
+        if self._steps <= _MEASURED_STEPS:
+            return 0
+        if self._steps == _MEASURED_STEPS + 1:
+            free, total = torch.cuda.mem_get_info()
+            # Free at the peak of all earlier steps. Blocks that the allocator holds in reserve are not counted.
+            self._budget = free - (torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()) - _MARGIN * total
+        kept, left = 0, self._budget
+        for encoder, sizes in enumerate(elements):
+            for size in sizes:
+                left -= _SPREAD * size * self._bytes_per_element.get(encoder, 0.0)
+                if left < 0:
+                    return kept
+                kept += 1
+        return kept
+
+    def before_graph(self) -> None:
+        """Start to measure a forward pass that builds a graph."""
+        if self._measures:
+            self._allocated = torch.cuda.memory_allocated()
+
+    def after_graph(self, encoder: int, elements: int) -> None:
+        """Record the bytes of the graph. encoder: its number."""
+        if self._measures:
+            measured = (torch.cuda.memory_allocated() - self._allocated) / elements
+            self._bytes_per_element[encoder] = max(measured, self._bytes_per_element.get(encoder, 0.0))

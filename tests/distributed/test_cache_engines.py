@@ -1,0 +1,267 @@
+"""`GradientCache` with every engine equals one process that differentiates the loss of the whole batch.
+
+The rows of a covering array have every pair of: an engine, a number of ranks, a set of encoders, chunks that differ in
+number between ranks or not, dropout, activation checkpointing, and kept graphs. The oracle is autograd on the matrix of
+all similarities, without tiles, chunks of gradients or engines. It draws the same dropout masks, because it encodes the
+chunks of every rank in the same order. PyTorch's engines run in float64, DeepSpeed's in float32.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import deepspeed.comm as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.utils import safe_get_full_grad
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+from megaclip import ClipLoss, Encoded, GradientCache, SigLipLoss
+from megaclip.engine.process_group import quiet_deepspeed
+from tests.distributed.checks import covering_rows
+from tests.distributed.harness import or_traceback, run_ranks
+from tests.tolerances import ENGINE, assert_close
+
+ROWS_OF_A_RANK = 6
+INPUTS, FEATURES = 5, 4
+SEED = 11
+CHUNKS = {"even": (2, 2, 2), "uneven": (1, 4, 2)}
+"""Samples per chunk on each rank: 3 chunks each, or 6, 2 and 3."""
+ROLES = {"two": "ab", "tied": "aa", "frozen": "ab", "three": "abc"}
+"""Module of each input of the loss."""
+ENGINES = ("plain", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
+COLUMNS = (ENGINES, (1, 2, 3), tuple(ROLES), tuple(CHUNKS), (False, True), (False, True), (0, 1, "all"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case."""
+
+    engine: str
+    ranks: int
+    encoders: str
+    chunks: str = "uneven"
+    drops: bool = False
+    checkpoints: bool = False
+    keep: int | str = 0
+
+
+ROWS = [Row(*row) for row in covering_rows(*COLUMNS)]
+
+
+class Encoder(nn.Module):
+    """Two layers, (n, INPUTS) -> (n, FEATURES) of unit length."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(INPUTS, 8), nn.Linear(8, FEATURES)
+        self.dropout, self.checkpoints = nn.Dropout(0.3 if row.drops else 0.0), row.checkpoints
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.dropout(torch.tanh(self.first(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.hidden, x, use_reentrant=False) if self.checkpoints else self.hidden(x)
+        return F.normalize(self.last(hidden), dim=-1)
+
+
+class Model(nn.Module):
+    """The encoders of a case and the logarithm of the scale."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__()
+        torch.manual_seed(SEED)
+        self.encoders = nn.ModuleDict({name: Encoder(row) for name in sorted(set(ROLES[row.encoders]))})
+        self.log_scale = nn.Parameter(torch.tensor([0.7]))
+        if row.encoders == "frozen":
+            self.encoders["b"].requires_grad_(False)
+
+    def forward(self, name: str, x: Tensor | None = None) -> Tensor:
+        return self.log_scale.exp() if x is None else self.encoders[name](x)
+
+
+def inputs_of(row: Row, rank: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return the samples of a rank for each input of the loss."""
+    generator = torch.Generator().manual_seed(rank)
+    size = (ROWS_OF_A_RANK, INPUTS)
+    return [torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for _ in ROLES[row.encoders]]
+
+
+def loss_of(row: Row) -> Callable[..., Tensor]:
+    """Return the project's losses: one pair, or two pairs with two losses."""
+    clip, siglip = ClipLoss(), SigLipLoss()
+    if row.encoders != "three":
+        return clip
+    return lambda a, b, c, scale: clip(a, b, scale) + 0.5 * siglip(a, c, scale, -1.0)
+
+
+def oracle(row: Row) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss of the whole batch and its gradients, in one process."""
+    model = Model(row).double()
+    features: list[list[Tensor]] = [[] for _ in ROLES[row.encoders]]
+    sizes = CHUNKS[row.chunks][: row.ranks]
+    count = -(-ROWS_OF_A_RANK // min(sizes))
+    for rank, size in enumerate(sizes):
+        torch.manual_seed(100 + rank)
+        for role, (name, inputs) in enumerate(
+            zip(ROLES[row.encoders], inputs_of(row, rank, torch.float64), strict=True)
+        ):
+            chunks = list(inputs.split(size))
+            for chunk in range(count):  # blank chunks draw random numbers too
+                encoded = model(name, chunks[min(chunk, len(chunks) - 1)])
+                features[role] += [encoded] * (chunk < len(chunks))
+    x, y, *others = (torch.cat(each) for each in features)
+    scale, labels = model.log_scale.exp(), torch.arange(len(x))
+    logits = scale * x @ y.T
+    loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+    for z in others:
+        loss = loss - 0.5 * F.logsigmoid((2 * torch.eye(len(x)) - 1) * (scale * x @ z.T - 1.0)).sum() / len(x)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def wrapped(row: Row, model: Model) -> Any:
+    """Return the model in its engine."""
+    if row.engine == "plain":
+        return model
+    if row.engine == "ddp":
+        return DistributedDataParallel(model, bucket_cap_mb=1e-4)
+    if row.engine == "fsdp":
+        for encoder in model.encoders.values():
+            fully_shard(encoder)
+        return fully_shard(model)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": int(row.engine[-1]), "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}},
+    }
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def gradients_of(row: Row, engine: Any, model: Model) -> dict[str, Tensor]:
+    """Return the whole gradients that the engine would use in its update."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if row.engine.startswith("zero"):
+            gradients[name] = safe_get_full_grad(parameter).clone()
+        elif row.engine == "fsdp":
+            gradients[name] = parameter.grad.full_tensor()
+        else:
+            gradients[name] = parameter.grad.clone()
+            if row.engine == "plain":
+                dist.all_reduce(gradients[name])
+                gradients[name] /= row.ranks
+    return gradients
+
+
+def built(row: Row) -> tuple[Any, Model, torch.dtype]:
+    """Return the engine, its model, and their dtype."""
+    dtype = torch.float32 if row.engine.startswith("zero") else torch.float64
+    model = Model(row).to(dtype)
+    return wrapped(row, model), model, dtype
+
+
+def taken(row: Row) -> list[tuple[float, dict[str, Tensor]]]:
+    """Return the loss and the gradients of two steps of this rank."""
+    engine, model, dtype = built(row)
+    cache = GradientCache(loss_of(row), None if row.engine == "plain" else engine, keep=row.keep)
+    results = []
+    for _ in range(2):
+        torch.manual_seed(100 + dist.get_rank())
+        encoded = [
+            Encoded(functools.partial(engine, name), inputs, chunk=CHUNKS[row.chunks][dist.get_rank()])
+            for name, inputs in zip(ROLES[row.encoders], inputs_of(row, dist.get_rank(), dtype), strict=True)
+        ]
+        loss = cache.step(*encoded, Encoded(functools.partial(engine, "scale")))
+        results.append((loss.item(), gradients_of(row, engine, model)))
+        if row.engine.startswith("zero"):
+            engine.step()
+        else:
+            model.zero_grad()
+    return results
+
+
+def take_all(rows: list[Row]) -> list[Any]:
+    quiet_deepspeed()
+    return [or_traceback(taken, row) for row in rows]
+
+
+@functools.cache
+def outcomes(ranks: int) -> dict[Row, list[Any]]:
+    """Run the rows of this number of ranks; return the results of all ranks by row."""
+    rows = [row for row in ROWS if row.ranks == ranks]
+    return dict(zip(rows, zip(*run_ranks(take_all, ranks, rows, time_limit_s=240), strict=True), strict=True))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_the_gradients_of_a_step_are_those_of_one_process(row: Row) -> None:
+    loss, gradients = oracle(row)
+    for results in outcomes(row.ranks)[row]:
+        assert not isinstance(results, str), results
+        for step_loss, step_gradients in results:
+            assert step_gradients.keys() == gradients.keys()
+            if row.engine.startswith("zero"):
+                assert_close(step_loss, loss, ENGINE["loss"])
+                for name, gradient in gradients.items():
+                    torch.testing.assert_close(step_gradients[name].double(), gradient, rtol=1e-4, atol=1e-6)
+            else:
+                assert step_loss == pytest.approx(loss, abs=1e-9)
+                assert max(float((step_gradients[n] - g).abs().max()) for n, g in gradients.items()) < 1e-9
+
+
+@contextmanager
+def reductions() -> Iterator[list[int]]:
+    """Count the collectives with a reduction in the body of the `with` statement; append their number at its end."""
+    counts: list[int] = []
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        yield counts
+    counts.append(sum("gloo:" in event.name and "reduce" in event.name for event in recorded.events()))
+
+
+def own_loss(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    """Return a loss without communication."""
+    return F.cross_entropy(scale * x @ y.T, torch.arange(len(x)))
+
+
+def counted(engine_name: str) -> tuple[int, int]:
+    """Return the numbers of reductions of a step with the engine alone, and of one of six chunks per encoder."""
+    quiet_deepspeed()
+    numbers = []
+    for chunk in (ROWS_OF_A_RANK, 1):
+        row = Row(engine_name, 2, "two")
+        engine, _, dtype = built(row)
+        x, y = inputs_of(row, dist.get_rank(), dtype)
+        with reductions() as counts:
+            if chunk > 1:
+                loss = own_loss(engine("a", x), engine("b", y), engine("scale"))
+                engine.backward(loss) if engine_name.startswith("zero") else loss.backward()
+            else:
+                encoded = (
+                    Encoded(functools.partial(engine, name), z, chunk=1) for name, z in zip("ab", (x, y), strict=True)
+                )
+                GradientCache(own_loss, engine).step(*encoded, Encoded(functools.partial(engine, "scale")))
+        numbers += counts
+    return numbers[0], numbers[1]
+
+
+def count_all(names: list[str]) -> list[Any]:
+    return [or_traceback(counted, name) for name in names]
+
+
+def test_a_step_of_many_chunks_reduces_each_gradient_once() -> None:
+    names = ["ddp", "fsdp", "zero0", "zero1", "zero2", "zero3"]
+    for name, numbers in zip(names, run_ranks(count_all, 2, names)[0], strict=True):
+        assert not isinstance(numbers, str), numbers
+        plain, chunked = numbers
+        assert plain > 0 and chunked == plain, (name, plain, chunked)
