@@ -20,7 +20,10 @@ from tests.end_to_end.training_runs import ROOT, free_port, launcher_environment
 from tests.tolerances import RUN, assert_close
 
 EXAMPLES = ROOT / "examples"
-SCRIPTS = ["train_ddp", "train_accelerate", "train_transformers", "train_lightning"]
+SCRIPTS = [
+    *(f"own_trainer/train_{trainer}.py" for trainer in ("ddp", "accelerate", "transformers", "lightning")),
+    *(f"gradient_cache/train_{trainer}.py" for trainer in ("deepspeed", "accelerate", "transformers", "lightning")),
+]
 MODEL = {
     "embed_dim": 32,
     "vision_cfg": {"image_size": 32, "layers": 3, "width": 32, "head_width": 16, "patch_size": 8},
@@ -81,12 +84,12 @@ def expected():
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_another_trainer_trains_on_the_whole_batch(tmp_path, expected, script, ranks):
-    folder = tmp_path / "own_trainer"
-    shutil.copytree(EXAMPLES / "own_trainer", folder)
+    folder = tmp_path / "example"
+    shutil.copytree((EXAMPLES / script).parent, folder)
     start_with_torchvision(folder)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    output = run([sys.executable, *launcher, f"{script}.py"], folder, **alone)
+    output = run([sys.executable, *launcher, Path(script).name], folder, **alone)
     assert_close([float(loss) for loss in re.findall(r"\bloss (\d\.\d{6})\b", output)], expected, RUN["loss"])
 
 
