@@ -71,7 +71,8 @@ class _ImageFolder:
         self.is_order_clear = self.is_by_number or by_number == names
         """False if another program might sort the classes in another order."""
         self.classes = by_number if self.is_by_number else names
-        self.beside = [entry.name for entry in entries if _is_image(entry.name) and not entry.is_dir()]
+        files = [entry.name for entry in entries if entry.is_file()]
+        self.beside = [name for name in files if _is_image(name) or file_kind(str(folder / name)) != "no image"]
         """Names of the images outside of the class folders."""
         self.tops: dict[str, str] = {}
         """Folders that hold images and are not inside another one, by their path inside of the folder of their class.

@@ -107,14 +107,9 @@ def _locate(source: Path, tag: str | None, ema: bool) -> tuple[Path, str] | None
 
 
 def locked_weights(step: Path, names: list[str], *, bf16: bool) -> StateDict:
-    """Return the locked parameters of a checkpoint in float32 that a resumed run must keep for its exports.
+    """Return the locked parameters in float32 that a resumed run must keep, without those that were saved rounded only.
 
-    Those of which the checkpoint has only rounded copies are left out.
-
-    Args:
-        step: folder of the checkpoint.
-        names: the locked parameters.
-        bf16: whether the resumed run rounds its copies.
+    step: folder of the checkpoint. names: the locked parameters. bf16: whether the resumed run rounds its copies.
 
     Raises:
         CheckpointError: a file is damaged.

@@ -1,12 +1,11 @@
 """Draw the two evaluation pictures of collected examples; captions and images are read from the dataset by id."""
 
-from typing import Any, Protocol
-
 import numpy as np
 from PIL import Image
 
 from megaclip.data.batch import PADDING_ID, BadSample
 from megaclip.data.images import eight_bit, open_image
+from megaclip.data.reading import ReadableSet
 from megaclip.evaluation.examples import RetrievalExamples
 from megaclip.evaluation.pictures import Picture, retrieval_grid, similarity_heatmap
 from megaclip.logging import get_logger, log_once
@@ -14,16 +13,10 @@ from megaclip.logging import get_logger, log_once
 _logger = get_logger(__name__)
 
 
-class PairSource(Protocol):
-    """Interface of `data.PairDataset` that the pictures use."""
-
-    def read(self, sample_id: int, /) -> Any: ...
-
-
 _LARGEST_SIDE = 256
 
 
-def example_pictures(examples: RetrievalExamples, dataset: PairSource) -> dict[str, np.ndarray]:
+def example_pictures(examples: RetrievalExamples, dataset: ReadableSet) -> dict[str, np.ndarray]:
     """Return {"similarity": heat map, "retrieval": grid}, each RGB uint8 (3, H, W), for `SummaryWriter.add_image`.
 
     `dataset` is the one that was evaluated; about `len(examples.ids) + 5 * len(examples.queries)` of its samples are
@@ -36,7 +29,7 @@ def example_pictures(examples: RetrievalExamples, dataset: PairSource) -> dict[s
     return {"similarity": heat_map, "retrieval": grid}
 
 
-def _read(dataset: PairSource, pair: int) -> tuple[str, Picture]:
+def _read(dataset: ReadableSet, pair: int) -> tuple[str, Picture]:
     """Return the first line of the caption, and the image as a thumbnail, or None if it cannot be read."""
     if pair == PADDING_ID:
         return "", None

@@ -25,7 +25,6 @@ from megaclip.errors import DataError
 from megaclip.evaluation.ranking import ahead, nan_is_worst, similarity_tiles, tile_side
 
 RECALL_AT = (1, 5, 10)
-NO_PAIRS = "retrieval requires at least one image with a caption, got only padding rows; check the data"
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,7 @@ def _right_answers(images: _Rows, visits: _Visits, group: Any) -> tuple[torch.Te
 def _check_matching(image_counts: list[int], images_of_text: torch.Tensor) -> None:
     without_caption, repeated, images = image_counts
     if not images:
-        raise DataError(NO_PAIRS)
+        raise DataError("retrieval requires at least one image with a caption, got only padding rows; check the data")
     if repeated or (images_of_text > 1).any():
         raise DataError("retrieval requires unique image ids over all ranks, got an id twice; remove the copies")
     if (images_of_text == 0).any():

@@ -748,7 +748,8 @@ def test_names_of_hub_datasets(spec, expected):
         # a vehicle and a split may have the same name; the images decide
         ({"train/cat/0.png": 0, "train/dog/0.png": 0, "cat/0.png": 0, "dog/0.png": 0},
          "images lie in .*/dog and in .*/train/cat, so folders of classes are nested", None, None),
-        ({"train/0.png": 0, "boat/0.png": 0, "preview.PNG": 0}, r"1 images \('preview\.PNG'\) lie beside the folders",
+        ({"train/0.png": 0, "boat/0.png": 0, "preview.PNG": 0, "a.jfif": 1, "notes": "x"},
+         r"2 images \('a\.jfif', 'preview\.PNG'\) lie beside the folders",
          None, None),
         # SUN397, and two folds of equal classes
         ({"a/abbey/0.png": 0, "o/oasis/indoor/0.png": 0}, "images lie in .*/abbey and in .*/indoor, so", None, None),
