@@ -372,6 +372,11 @@ def _check_fastclip(section: MegaclipSection) -> None:
         if given:
             raise ConfigError(f"megaclip.fastclip {no_effect}")
         return
+    if section.same_ids != "ignore":
+        raise ConfigError(
+            f"megaclip.same_ids {section.same_ids!r} cannot be used with megaclip.loss {section.loss!r}, which "
+            "estimates means over all other samples of the dataset; set same_ids to 'ignore', or use 'clip' or 'siglip'"
+        )
     for key in sorted(given):
         learning = key.startswith("temperature_") and key not in ("temperature_min", "temperature_max")
         if (

@@ -107,6 +107,11 @@ class TrainArguments(BaseModel):
         description="folder to which the image paths in tables are relative (default: the table's folder, or else the "
         "working directory)",
     )
+    id_key: str = Field(
+        default="caption",
+        description="which pairs are equal for megaclip.same_ids: those with the same 'caption' (except for white "
+        "space), the same 'image' file, or the same value in a column of a table",
+    )
     tokenizer: str | None = Field(
         default=None,
         description="'clip', path of a sentencepiece model, or directory of a Hugging Face tokenizer (default: the "

@@ -23,6 +23,11 @@ class MegaclipSection(LossSettings):
     with init_logit_bias) contrast each sample with all other samples of the batch. The others, the global losses,
     contrast it with the whole dataset, using estimates that are stored per sample (docs/fastclip.md)."""
 
+    same_ids: Literal["ignore", "mask", "positive"] = "ignore"
+    """Treatment of equal pairs in a batch, such as equal captions; --id-key selects what must be equal. "mask": they
+    are no negatives of each other. "positive": they are positives of each other, each with the same weight. "ignore":
+    they are negatives. The global losses require "ignore" (docs/losses.md)."""
+
     fastclip: FastClipSettings = FastClipSettings()
     """Settings of the global losses: the section "fastclip"."""
 

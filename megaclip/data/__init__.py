@@ -3,7 +3,7 @@
 sources.py opens datasets, order.py computes the order of the samples, and loader.py yields this rank's batches.
 """
 
-from megaclip.data.batch import PADDING_ID, Batch, EvaluationBatch, LabelledBatch, RawSample
+from megaclip.data.batch import PADDING_ID, Batch, EvaluationBatch, LabelledBatch, RawSample, TrainBatch
 from megaclip.data.images import OPENAI_MEAN, OPENAI_STD, ImageTransform, normalised_pixels
 from megaclip.data.labelled import LabelledDataset, open_labelled
 from megaclip.data.loader import EvaluationLoader, TrainLoader, check_batch
@@ -25,6 +25,7 @@ __all__ = [
     "PairDataset",
     "RawSample",
     "Tokenizer",
+    "TrainBatch",
     "TrainLoader",
     "check_batch",
     "check_manifest",

@@ -39,6 +39,8 @@ class RawSample:
     alternatives: tuple[str, ...] = ()
     """Single captions, if the source has several per image. Training takes one of them at a time, an evaluation
     all of them."""
+    id_cell: str | None = None
+    """Content of the column that --id-key names, as text; None without such a column."""
 
     @property
     def lines(self) -> list[str]:
@@ -48,12 +50,17 @@ class RawSample:
     @property
     def image_digest(self) -> int:
         """Signed 64-bit digest of the image file. Equal files are equal images."""
-        return int.from_bytes(hashlib.blake2b(self.image, digest_size=8).digest(), "little", signed=True)
+        return digest(self.image)
 
     @classmethod
     def of(cls, image: bytes, captions: tuple[str, ...], key: str) -> RawSample:
         """Return the sample of an image with one or several captions."""
         return cls(image, "\n".join(captions), key, captions if len(captions) > 1 else ())
+
+
+def digest(content: bytes) -> int:
+    """Return a signed 64-bit digest, equal in every process and version."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
 class _Tensors:
@@ -76,6 +83,14 @@ class Batch(_Tensors):
     """Pixels (b, 3, H, W) uint8, cropped and resized. `ImageTransform.normalise` turns them into the model's input."""
     tokens: torch.Tensor
     """Token ids (b, L) int64."""
+
+
+@dataclasses.dataclass
+class TrainBatch(Batch):
+    """Image-text pairs of a training step."""
+
+    pair_ids: torch.Tensor
+    """Ids (b,) int64 by which megaclip.same_ids recognises equal pairs: digests of what --id-key names."""
 
 
 @dataclasses.dataclass

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from megaclip.data.batch import PADDING_ID, Batch, EvaluationBatch, LabelledBatch
+from megaclip.data.batch import PADDING_ID, EvaluationBatch, LabelledBatch, TrainBatch
 from megaclip.data.images import ImageTransform
 from megaclip.data.order import MixtureOrder, SampleOrder, rank_positions
 from megaclip.data.reading import INSPECT_ADVICE, BadSampleLog, EvaluationReader, Loaded, ReadableSet, TrainReader
@@ -92,10 +92,10 @@ class TrainLoader:
         """Number of bad samples that this loader has replaced, by kind."""
         return dict(self._log.counts)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[TrainBatch]:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> TrainBatch:
         loaded = next(self._batches)
         if loaded.repeated_images and not self._has_told:
             self._has_told = True

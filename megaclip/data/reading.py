@@ -16,7 +16,16 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from megaclip.data.batch import PADDING_ID, BadSample, Batch, EvaluationBatch, LabelledBatch, RawSample
+from megaclip.data.batch import (
+    PADDING_ID,
+    BadSample,
+    Batch,
+    EvaluationBatch,
+    LabelledBatch,
+    RawSample,
+    TrainBatch,
+    digest,
+)
 from megaclip.data.captions import is_blank
 from megaclip.data.images import ImageTransform
 from megaclip.data.sources import PairDataset
@@ -91,7 +100,7 @@ class TrainReader:
     def read(self, ids: np.ndarray, epochs: np.ndarray) -> Loaded:
         """Return the batch of `ids` (b,). Each sample is augmented by (seed, its epoch, its id)."""
         images, captions, bad_samples = list[torch.Tensor](), list[str](), list[BadSampleReport]()
-        digests = set[int]()
+        digests, pair_ids = set[int](), list[int]()
         for sample_id, epoch in zip(ids.tolist(), epochs.tolist(), strict=True):
             try:
                 pair = self._read_or_substitute(sample_id, epoch, bad_samples)
@@ -110,14 +119,15 @@ class TrainReader:
             images.append(pair[0])
             captions.append(pair[1])
             digests.add(pair[2])
-        batch = Batch(torch.stack(images), self._tokenizer(captions))
+            pair_ids.append(pair[3])
+        batch = TrainBatch(torch.stack(images), self._tokenizer(captions), torch.tensor(pair_ids))
         repeated = len(images) - len(digests)
         return Loaded(batch, bad_samples, len(images) + len(bad_samples), repeated_images=repeated)
 
     def _read_or_substitute(
         self, sample_id: int, epoch: int, bad_samples: list[BadSampleReport]
-    ) -> tuple[torch.Tensor, str, int] | None:
-        """Return pixels, caption and a digest of the image file, or None if all candidates are bad."""
+    ) -> tuple[torch.Tensor, str, int, int] | None:
+        """Return pixels, caption, a digest of the image file and the pair's id, or None if all candidates are bad."""
         first, count = self._dataset.siblings(sample_id)
         for candidate in itertools.chain([sample_id], _substitutes(self._seed, sample_id, first, count)):
             note_row(candidate)
@@ -125,7 +135,8 @@ class TrainReader:
                 raw = self._dataset.read(candidate)
                 check_caption(raw)
                 image = decode_image(self._transform, raw, (self._seed, epoch, sample_id))
-                return image, _one_caption(raw, epoch + sample_id), hash(raw.image)
+                caption = _one_caption(raw, epoch + sample_id)
+                return image, caption, hash(raw.image), _pair_id(raw, caption, self._dataset.id_key)
             except BadSample as bad:
                 # Substitutes are drawn uniformly, so counting the bad ones does not bias the rate.
                 bad_samples.append(BadSampleReport(bad.kind, bad.detail, self._dataset.shard_name(candidate)))
@@ -151,6 +162,16 @@ def _substitutes(seed: int, sample_id: int, first: int, count: int) -> Iterator[
 def _one_caption(raw: RawSample, number: int) -> str:
     """Return caption `number`, modulo their count, of an image with several captions; else its caption."""
     return raw.alternatives[number % len(raw.alternatives)] if raw.alternatives else raw.caption
+
+
+def _pair_id(raw: RawSample, caption: str, id_key: str) -> int:
+    """Return the id of a pair: a digest of its caption, of its image file or of its cell, as --id-key selects.
+
+    Captions that differ in white space only are equal.
+    """
+    if id_key == "image":
+        return raw.image_digest
+    return digest((" ".join(caption.split()) if raw.id_cell is None else raw.id_cell).encode())
 
 
 def decode_image(transform: ImageTransform, raw: RawSample, seeds: tuple[int, int, int]) -> torch.Tensor:

@@ -52,6 +52,8 @@ class PairDataset:
             )
         self._sources = list(sources)
         self.weights = list(weights) if weights else None
+        self.id_key = "caption"
+        """What makes two pairs equal: "caption", "image" (its file), or a column of ids, as for `open_pairs`."""
         if self.weights:
             block_quotas(self.weights)
         self._ends = np.cumsum([len(source) for source in sources])
@@ -96,7 +98,9 @@ class PairDataset:
                 f"--val-fraction is {fraction:g}, and a part of --train-data has too few images for it; use a larger "
                 "fraction, or --val-data"
             )
-        return PairDataset(parts[0], self.weights), PairDataset(parts[1])
+        training = PairDataset(parts[0], self.weights)
+        training.id_key = self.id_key
+        return training, PairDataset(parts[1])
 
     def order(self, *, seed: int, shard_order: str = "shuffled") -> SampleOrder | MixtureOrder:
         """Return the order of training: a mixture if the dataset has weights, else one order over all sources."""
@@ -144,6 +148,7 @@ def open_pairs(
     image_key: str | None = None,
     caption_key: str | None = None,
     image_root: str | None = None,
+    id_key: str = "caption",
     max_bad_fraction: float | None = None,
 ) -> PairDataset:
     """Open training or validation pairs, and log how much of each source is in samples, and what is left out.
@@ -156,6 +161,7 @@ def open_pairs(
         captions of tar shards are found. Default: the usual names.
     image_root: folder to which the image paths in tables are relative. Default: the table's folder, or else the working
         directory.
+    id_key: "caption", "image" or the column of a table: pairs with the same one have the same id.
     max_bad_fraction: largest fraction of possible samples that are left out. Default: DEFAULT_MAX_BAD_FRACTION.
     Raises DataError if files are missing or cannot be read, or if too many possible samples are left out.
     """
@@ -163,10 +169,13 @@ def open_pairs(
         raise DataError("no data was given; give at least one pattern, folder or hf:NAME")
     if dataset_type not in DATASET_TYPES:
         raise DataError(f"--dataset-type is {dataset_type!r}; use one of {', '.join(DATASET_TYPES)}")
-    sources = [_open_readable(spec, dataset_type, image_key, caption_key, image_root) for spec in specs]
+    id_column = None if id_key in ("caption", "image") else id_key
+    sources = [_open_readable(spec, dataset_type, image_key, caption_key, image_root, id_column) for spec in specs]
     for spec, source in zip(specs, sources, strict=True):
         source.account.report(f"data {spec!r}", len(source), max_bad_fraction)
-    return PairDataset(sources, weights)
+    dataset = PairDataset(sources, weights)
+    dataset.id_key = id_key
+    return dataset
 
 
 def check_manifest(saved: dict[str, Any], current: dict[str, Any]) -> None:
@@ -204,20 +213,37 @@ def check_manifest(saved: dict[str, Any], current: dict[str, Any]) -> None:
 
 
 def _open_readable(
-    spec: str, dataset_type: str, image_key: str | None, caption_key: str | None, image_root: str | None
+    spec: str,
+    dataset_type: str,
+    image_key: str | None,
+    caption_key: str | None,
+    image_root: str | None,
+    id_column: str | None,
 ) -> Source:
     """Return the source of a spec. Raises DataError, also if the system refuses to read the data."""
     try:
-        return _open_source(spec, dataset_type, image_key, caption_key, image_root)
+        source = _open_source(spec, dataset_type, image_key, caption_key, image_root, id_column)
     except OSError as error:
         raise DataError(f"cannot read data {spec!r}: {os_reason(error)}") from error
+    if id_column is not None and not isinstance(source, Table):
+        raise DataError(
+            f"data {spec!r} has no columns, and --id-key is {id_column!r}; use 'caption' or 'image', or convert "
+            "the data to a table"
+        )
+    return source
 
 
 def _open_source(
-    spec: str, dataset_type: str, image_key: str | None, caption_key: str | None, image_root: str | None
+    spec: str,
+    dataset_type: str,
+    image_key: str | None,
+    caption_key: str | None,
+    image_root: str | None,
+    id_column: str | None,
 ) -> Source:
     if spec.startswith("hf:") or dataset_type == "hub":
-        return Table(HubTable.parse(spec.removeprefix("hf:")).load(), spec, "hub", image_key, caption_key)
+        rows = HubTable.parse(spec.removeprefix("hf:")).load()
+        return Table(rows, spec, "hub", image_key, caption_key, id_column=id_column)
     paths = expand_pattern(spec)
     _refuse_compressed_tars(spec, paths)
     _refuse_several_folders(spec, paths)
@@ -245,10 +271,10 @@ def _open_source(
             raise DataError(f"data {folder!r} has metadata files in parquet and as text; use one of these formats")
         # `datasets` calls the column of the pictures "image" when it has read the file names.
         image_key = None if image_key == "image" else image_key
-        table = open_table(metadata, kinds.pop(), image_key, caption_key)
+        table = open_table(metadata, kinds.pop(), image_key, caption_key, id_column=id_column)
         table.leave_out_unnamed(folder)
         return table
-    return open_table(paths, dataset_type, image_key, caption_key, image_root)
+    return open_table(paths, dataset_type, image_key, caption_key, image_root, id_column)
 
 
 def _refuse_compressed_tars(spec: str, paths: Sequence[str]) -> None:

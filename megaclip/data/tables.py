@@ -71,9 +71,10 @@ class Table:
         *,
         files: Sequence[str] = (),
         image_root: str | None = None,
+        id_column: str | None = None,
         text: TextTable | None = None,
     ) -> None:
-        """files: files of the table. text: index of these files, whose rows `dataset` has."""
+        """files: files of the table. id_column: column of `RawSample.id_cell`. text: index of the files."""
         from datasets import ClassLabel, Image
 
         self.kind = kind
@@ -94,7 +95,11 @@ class Table:
             self._folders = None
         self._requires_folder = image_root is not None
         # A saved dataset may have the format of NumPy or another library, in which a list is not a Python list.
-        dataset = dataset.with_format(None).select_columns([self._image, self._caption, *(["file"] if text else [])])
+        dataset = dataset.with_format(None)
+        self._ids: Dataset | None = None
+        if id_column is not None:
+            self._ids = dataset.select_columns(["id" if text else find_column(names, id_column, (), "id", name)])
+        dataset = dataset.select_columns([self._image, self._caption, *(["file"] if text else [])])
         if isinstance(dataset.features[self._image], Image):
             dataset = dataset.cast_column(self._image, Image(decode=False))
         feature = dataset.features[self._caption]
@@ -182,7 +187,16 @@ class Table:
         path = cell.get("path") if isinstance(cell, dict) else cell
         if isinstance(path, str):
             key += f" ({path[:MAX_SHOWN]})"
-        return RawSample.of(image, captions, key)
+        return dataclasses.replace(RawSample.of(image, captions, key), id_cell=self._id_cell(row, key))
+
+    def _id_cell(self, row: int, key: str) -> str | None:
+        """Return the id of a row as text, or None without a column of ids. Raises BadSample if its cell is empty."""
+        if self._ids is None:
+            return None
+        ((column, cell),) = _record(self._ids, row, key).items()
+        if cell is None or cell in ("", b"") or cell != cell:  # NaN
+            raise BadSample("missing id", f"{key}: its {column} of --id-key is empty")
+        return str(cell)
 
     def names_files_in(self, folder: str) -> bool:
         """Return whether the image of the first row is the path of a file, relative to `folder`."""
@@ -253,22 +267,24 @@ def open_table(
     image_key: str | None,
     caption_key: str | None,
     image_root: str | None = None,
+    id_column: str | None = None,
 ) -> Table:
     """Open files, or one folder for "saved", as a table. Raises DataError."""
     import datasets
 
     if kind == "saved":
-        return Table(_load_saved(paths[0]), paths[0], kind, image_key, caption_key)
+        return Table(_load_saved(paths[0]), paths[0], kind, image_key, caption_key, id_column=id_column)
+    options: dict[str, Any] = {"files": paths, "image_root": image_root, "id_column": id_column}
     if kind in ("csv", "json"):
-        text = open_text_tables(paths, kind, image_key, caption_key)
-        rows = datasets.Dataset.from_file(str(text.path))
-        return Table(rows, paths[0], kind, image_key, caption_key, files=paths, image_root=image_root, text=text)
+        text = open_text_tables(paths, kind, image_key, caption_key, id_column)
+        options |= {"text": text}
+        return Table(datasets.Dataset.from_file(str(text.path)), paths[0], kind, image_key, caption_key, **options)
     filled = [path for path in paths if not _is_empty(path)]  # `datasets` fails for most other empty files
     if not filled:
         raise DataError(_no_rows(_with_others(paths)))
     names = [glob.escape(os.path.abspath(path)) for path in filled]  # `datasets` treats file names as patterns
     dataset = _load(_with_others(filled), kind, data_files=names, split="train")
-    table = Table(dataset, paths[0], kind, image_key, caption_key, files=paths, image_root=image_root)
+    table = Table(dataset, paths[0], kind, image_key, caption_key, **options)
     if table.names_files_in(os.path.dirname(paths[0]) or ".") and len({os.path.dirname(path) for path in paths}) > 1:
         raise DataError(
             f"data {paths[0]!r}: the tables are in several folders, and their image paths are relative to them; give "

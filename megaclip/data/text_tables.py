@@ -29,7 +29,7 @@ IMAGE_COLUMNS = (
 )
 CAPTION_COLUMNS = ("caption", "text", "txt", "title", "captions", "sentence", "alt_text", "sentences", "comment")
 BLANK = "a blank line"
-_FORMAT = 1
+_FORMAT = 2
 _IMAGE_SUFFIXES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
 _BATCH = 10_000
 _RECORDS_CHECKED = 100
@@ -40,13 +40,13 @@ _QUOTES = (
 )
 
 _logger = get_logger(__name__)
-_Row = tuple[str | None, list[str] | None]
-"""Image path and captions."""
+_Row = tuple[str | None, list[str] | None, str | None]
+"""Image path, captions, and the cell of the column of ids, if one was requested."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TextTable:
-    """The index of some files: an Arrow stream with the columns "file" (number), "image" and "caption" (list)."""
+    """The index of some files: an Arrow stream with the columns "file" (number), "image", "caption" (list) and "id"."""
 
     path: Path
     columns: dict[str, str]
@@ -56,16 +56,18 @@ class TextTable:
     """Checksum of all rows, in order."""
 
 
-def open_text_tables(paths: Sequence[str], kind: str, image_key: str | None, caption_key: str | None) -> TextTable:
+def open_text_tables(
+    paths: Sequence[str], kind: str, image_key: str | None, caption_key: str | None, id_column: str | None
+) -> TextTable:
     """Return the index of the rows of CSV, TSV and JSON files. Raises DataError if a file cannot be read as a table.
 
     kind: "csv" or "json", for files whose names end in neither .csv, .tsv, .json nor .jsonl.
     """
 
     def make(index: Path, names: list[str], sizes: list[int]) -> dict[str, Any]:
-        return _convert(index, paths, kind, image_key, caption_key)
+        return _convert(index, paths, kind, image_key, caption_key, id_column)
 
-    settings = [_FORMAT, kind, image_key, caption_key, IMAGE_COLUMNS, CAPTION_COLUMNS]
+    settings = [_FORMAT, kind, image_key, caption_key, id_column, IMAGE_COLUMNS, CAPTION_COLUMNS]
     absolute = [Path(path).absolute() for path in paths]
     index = open_index(absolute, settings, ".arrow", is_complete=_is_complete, make=make)
     description = json.loads(index.with_suffix(".json").read_text())
@@ -89,23 +91,29 @@ def _is_complete(index: Path) -> bool:
 
 
 def _convert(
-    index: Path, paths: Sequence[str], kind: str, image_key: str | None, caption_key: str | None
+    index: Path,
+    paths: Sequence[str],
+    kind: str,
+    image_key: str | None,
+    caption_key: str | None,
+    id_column: str | None,
 ) -> dict[str, Any]:
     import pyarrow as pa
 
-    schema = pa.schema([("file", pa.int32()), ("image", pa.string()), ("caption", pa.list_(pa.string()))])
+    text = pa.string()
+    schema = pa.schema([("file", pa.int32()), ("image", text), ("caption", pa.list_(text)), ("id", text)])
     account, columns, digest = Account("rows"), dict[str, str](), hashlib.sha256()
     with pa.OSFile(str(index), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for number, path in enumerate(paths):
             try:
                 suffix = os.path.splitext(path)[1].lower()
                 is_json = suffix in (".json", ".jsonl") or (kind == "json" and suffix not in (".csv", ".tsv"))
-                rows = _rows(path, is_json, image_key, caption_key, account, columns)
+                rows = _rows(path, is_json, image_key, caption_key, id_column, account, columns)
                 while batch := list(itertools.islice(rows, _BATCH)):
                     account.in_samples += len(batch)
-                    digest.update(json.dumps(batch).encode())
-                    images, captions = zip(*batch, strict=True)
-                    writer.write_batch(pa.record_batch([[number] * len(batch), images, captions], schema=schema))
+                    images, captions, ids = zip(*batch, strict=True)
+                    digest.update(json.dumps(list(zip(images, captions, strict=True))).encode())
+                    writer.write_batch(pa.record_batch([[number] * len(batch), images, captions, ids], schema=schema))
             except UnicodeDecodeError as error:
                 raise DataError(
                     f"cannot read {path}: byte 0x{error.object[error.start]:02x} is not {error.encoding}; convert the "
@@ -121,7 +129,13 @@ def _convert(
 
 
 def _rows(
-    path: str, is_json: bool, image_key: str | None, caption_key: str | None, account: Account, columns: dict[str, str]
+    path: str,
+    is_json: bool,
+    image_key: str | None,
+    caption_key: str | None,
+    id_column: str | None,
+    account: Account,
+    columns: dict[str, str],
 ) -> Iterator[_Row]:
     """Yield the rows of one file; set `columns` if it is empty. An empty file has no rows."""
     if is_json:
@@ -136,6 +150,8 @@ def _rows(
         return
     image = find_column(names, image_key, IMAGE_COLUMNS, "image", path)
     caption = find_column(names, caption_key, CAPTION_COLUMNS, "caption", path)
+    if id_column is not None:
+        find_column(names, id_column, (), "id", path)
     columns.setdefault("image", image)
     columns.setdefault("caption", caption)
     for record in table:
@@ -144,7 +160,7 @@ def _rows(
             found = found.get("path")
         values = value if isinstance(value, list) else [value]
         texts = [text for text in map(_text, values) if text is not None]
-        yield _text(found) or None, texts or None
+        yield _text(found) or None, texts or None, _text(record.get(id_column)) if id_column is not None else None
 
 
 def _text(value: Any) -> str | None:

@@ -109,7 +109,8 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
         "image_root": arguments.image_root,
         "max_bad_fraction": arguments.max_bad_fraction,
     }
-    train = open_pairs(arguments.train_data, weights=arguments.train_data_weights or None, **keys)
+    weights = arguments.train_data_weights or None
+    train = open_pairs(arguments.train_data, weights=weights, id_key=arguments.id_key, **keys)
     validation = open_pairs(arguments.val_data, **keys) if arguments.val_data else None
     if arguments.val_fraction is not None:
         train, validation = train.split(arguments.val_fraction)
@@ -171,6 +172,11 @@ def _check_settings(arguments: TrainArguments, section: MegaclipSection, model_c
         raise ConfigError(
             "--eval-ema evaluates the moving average of the weights, and megaclip.ema_decay is not set; set it, or "
             "leave out --eval-ema"
+        )
+    if "id_key" in arguments.model_fields_set and section.same_ids == "ignore":
+        raise ConfigError(
+            "--id-key has no effect with megaclip.same_ids 'ignore'; set same_ids to 'mask' or 'positive', or leave "
+            "out --id-key"
         )
     _check_data_offload_dir(arguments, section)
 

@@ -59,6 +59,8 @@ class StepMetrics:
     """Mean number of tokens of this rank's captions before padding. None: captions are not cut."""
     text_positions_saved: float = 0.0
     """Share of this rank's token positions that the text tower does not process because captions are cut."""
+    equal_pairs: float | None = None
+    """Share of the pairs of the batch whose id another pair has. None: megaclip.same_ids is "ignore"."""
     skipped_steps: int = 0
     """Number of steps since the process started whose update was left out because it was not finite."""
 
@@ -154,6 +156,7 @@ class Metrics:
             "scale": f"{metrics.logit_scale:.2f}",
             "lr": f"{metrics.learning_rate:.2e}",
             "grad": f"{metrics.gradient_norm:.2f}",
+            **({} if metrics.equal_pairs is None else {"equal": f"{metrics.equal_pairs:.1%}"}),
             "samples/s": f"{samples_per_s:.0f}",
             "MiB": f"{peak_mib:.0f}",
         }

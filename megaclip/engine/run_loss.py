@@ -50,19 +50,27 @@ class RunLoss:
                     f"{total_steps} steps; set it to {total_steps} or less"
                 )
         else:
+            options["ids"] = section.same_ids
             options["cuda_graphs"] = False  # the host launches the loss while the GPU still computes the towers
+        self._uses_pair_ids = section.same_ids != "ignore"
         self._loss = LOSSES[section.loss](**options).to(device)
         self._global = self._loss if isinstance(self._loss, FastClipLoss) else None
 
-    def bind(self, ids: Callable[[], torch.Tensor], epoch: float) -> ContrastiveLoss:
+    def bind(
+        self, ids: Callable[[], torch.Tensor], epoch: float, pair_ids: Callable[[], torch.Tensor] | None = None
+    ) -> ContrastiveLoss:
         """Return the loss as a function of features and scalars, and start to fetch the state of its samples.
 
         ids: returns the ids (b,) int64 of the samples, in the order of the features' rows. Only losses with per-sample
         state call it. They fetch the state while the towers run.
         epoch: number of completed epochs, as a fraction.
+        pair_ids: returns the ids (b,) int64 of equal pairs, after the towers have run. megaclip.same_ids requires it.
         """
         if self._global is None:
-            return self._loss
+            if not self._uses_pair_ids:
+                return self._loss
+            assert pair_ids is not None, "the loss requires ids"
+            return lambda x, *others: self._loss(x, *others, ids=pair_ids().to(x.device))
         loss, ticket = self._global, self._global.state.fetch(ids())  # every rank of a run has equally many ids
 
         def evaluate(

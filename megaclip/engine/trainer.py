@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import torch
 from deepspeed import DeepSpeedEngine
 
+from megaclip.comm.collectives import gather_on_host
 from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import BatchLayout, TrainArguments
 from megaclip.engine.inputs import Inputs
@@ -113,6 +114,7 @@ class Trainer:
         except NonFiniteError as error:  # on every rank, and nothing has changed
             self.skipped_steps.skip(error)
         loss_value, captions = float(loss), batch.captions()  # waits for the device
+        equal = None if self.config.megaclip.same_ids == "ignore" else share_of_equal(batch.pair_ids())
         batch.next_step()
         self._count_step()
         log_scale = self.loss.settled_scale(self.logit_scale)
@@ -126,6 +128,7 @@ class Trainer:
             tokens_per_caption=captions.mean_tokens,
             text_positions_saved=captions.saved_share,
             skipped_steps=self.skipped_steps.total,
+            equal_pairs=equal,
         )
 
     def _accumulate(self, batch: StepStore) -> torch.Tensor:
@@ -134,7 +137,7 @@ class Trainer:
         with report_compilation(section.compile, self.step + 1) if self.memory_plan.compiles else nullcontext():
             return accumulate_gradients(
                 self.engine,
-                self.loss.bind(batch.ids, self.length.epoch_at(self.step)),
+                self.loss.bind(batch.ids, self.length.epoch_at(self.step), batch.pair_ids),
                 batch,
                 self.logit_scale.read(),
                 RandomState(self._seed, self.step, self._replica),
@@ -154,6 +157,12 @@ class Trainer:
             self.memory_plan = keep_more_graphs(self.memory_plan)
             gc.collect()
             gc.freeze()  # a garbage collection over all objects from the start-up takes tens of milliseconds
+
+
+def share_of_equal(ids: torch.Tensor) -> float:
+    """Return the share of the pairs of all ranks whose id another pair has. ids: (b,) int64. Every rank calls it."""
+    _, counts = gather_on_host(ids).unique(return_counts=True)
+    return float(counts[counts > 1].sum() / counts.sum())
 
 
 class SkippedSteps:

@@ -3,7 +3,6 @@
 import copy
 import functools
 import inspect
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,8 +77,10 @@ class BatchLoss(nn.Module):
         copied.__setstate__(copy.deepcopy(self.__dict__, memo))
         return copied
 
-    def way(self, features: Tensor, ranks: RankGroup, cost: LossCost, *, need_dots: bool = False) -> Way:
-        """Return the way of a step with local features (b, D). cost: costs of this loss. need_dots: as in `Way`."""
+    def way(
+        self, features: Tensor, ranks: RankGroup, cost: LossCost, *, need_dots: bool = False, negatives: int = 0
+    ) -> Way:
+        """Return the way of a step with local features (b, D). cost: costs of this loss. Others: as in `Way`."""
         return make_way(
             features,
             ranks=ranks,
@@ -89,6 +90,8 @@ class BatchLoss(nn.Module):
             tiles=self.tiles,
             need_dots=need_dots,
             cost=cost,
+            ids=getattr(self.settings, "ids", "ignore"),
+            negatives=negatives,
         )
 
 
@@ -188,7 +191,7 @@ class SummedLoss(BatchLoss):
     def checked_way(self, inputs: LossInputs, *, ranks: RankGroup) -> Way:
         """Return the way of a step. Raises DataError on all ranks if the arguments do not fit together."""
         negatives = check_features(*inputs[:4], inputs[4:], settings=self.settings, ranks=ranks)
-        return replace(self.way(inputs.x, ranks, self.cost), negatives=negatives)
+        return self.way(inputs.x, ranks, self.cost, negatives=0 if inputs.negative_rows is not None else negatives)
 
 
 def as_scalar(value: Any, features: Tensor) -> Tensor:
@@ -218,6 +221,11 @@ def with_unused(loss: Tensor, scalar: Tensor | float | None) -> Tensor:
 
 
 def _unknown_settings_message(loss: str, names: set[str]) -> str:
+    if names == {"ids"}:
+        return (
+            f"{loss}() does not take ids='mask' or 'positive': its estimates are means over all other samples of the "
+            "dataset; use ClipLoss or SigLipLoss"
+        )
     theirs = ", ".join(sorted(names & _OPEN_CLIP_SETTINGS))
     if not theirs:
         return f"{loss}() got an unexpected keyword argument {min(names)!r}"

@@ -42,6 +42,10 @@ class Sizes:
     """Bytes of an exchanged feature gradient."""
     sum_bytes: int = 4
     """Bytes of a per-sample value, of a sum, and of a feature gradient while it accumulates."""
+    ids: str = "ignore"
+    """The setting ids of the loss."""
+    negatives: int = 0
+    """Negatives that each rank sends, besides the b texts."""
 
     @property
     def hops(self) -> int:
@@ -74,7 +78,10 @@ def contrastive_traffic(exchange: str, reduction: str, sizes: Sizes) -> Traffic:
     gradient.
     """
     moved = _tile_traffic(exchange, reduction, sizes, scales=0, terms=1, dots=0)
-    return replace(moved, scalars=moved.scalars + sizes.hops * 4 * 8 + _all_reduced(2, sizes))
+    moved = replace(moved, scalars=moved.scalars + sizes.hops * 4 * 8 + _all_reduced(2, sizes))
+    # Texts that all_gather has gathered for the tiles serve the sums of positives too.
+    sides = 1 if exchange == "all_gather" else 2
+    return _with_ids(moved, reduction, sizes, passes=2, sides=sides)
 
 
 def sigmoid_traffic(exchange: str, reduction: str, sizes: Sizes) -> Traffic:
@@ -85,11 +92,26 @@ def sigmoid_traffic(exchange: str, reduction: str, sizes: Sizes) -> Traffic:
     feature = reduction == "feature"
     home = 1 if exchange == "ring" and sizes.hops else 0  # one more hop returns dy to its owner
     gradients = sizes.hops + home if feature else 0
-    return Traffic(
+    moved = Traffic(
         features=sizes.side if feature else 2 * sizes.side,
         gradients=gradients * sizes.batch * sizes.embedding * sizes.gradient_bytes,
         scalars=sizes.hops * 4 * 8 + _all_reduced(3, sizes),
     )
+    return _with_ids(moved, reduction, sizes, passes=1, sides=2)
+
+
+def _with_ids(moved: Traffic, reduction: str, sizes: Sizes, *, passes: int, sides: int) -> Traffic:
+    """Return the traffic with that of the setting ids added.
+
+    With "mask", ids of 8 bytes travel with the columns in every pass over the tiles, and with the rows where the
+    reduction "scalar" sends these. With "positive", the ids and so many sides' features are sent once.
+    """
+    ids = sizes.hops * sizes.batch * 8
+    if sizes.ids == "mask":
+        return replace(moved, scalars=moved.scalars + ids * (passes + (reduction == "scalar")))
+    if sizes.ids == "positive":
+        return replace(moved, features=moved.features + sides * sizes.side, scalars=moved.scalars + ids)
+    return moved
 
 
 def global_contrastive_traffic(variant: str, exchange: str, reduction: str, sizes: Sizes) -> Traffic:

@@ -92,18 +92,23 @@ def make_way(
     need_dots: bool,
     payload: str = "auto",
     cost: LossCost,
+    ids: str = "ignore",
+    negatives: int = 0,
 ) -> Way:
-    """Return the way of local features (b, D) on each of `ranks`; log once how "auto" was resolved."""
+    """Return the way of local features (b, D) on each of `ranks`; log once how "auto" was resolved.
+
+    ids: the setting of the loss. negatives: number that each rank sends. Both change the cost.
+    """
     wire = PAYLOADS[payload]
     ranks = by_node(ranks)
     if ranks.size == 1:
         exchange, reduction = (ways[0] for ways in _open_ways(exchange, reduction))
     elif "auto" in (exchange, reduction):
-        exchange, reduction = _measure_and_choose(features, ranks, exchange, reduction, wire, cost)
+        exchange, reduction = _measure_and_choose(features, ranks, exchange, reduction, wire, cost, ids, negatives)
     if exchange == "ring" and isinstance(ranks, NodeGroup):
         inside = f"inside each of {ranks.outer.size} hosts, and " if ranks.inner.size > 1 else ""
         log_once(_logger.info, f"ring: {inside}from host to host")
-    return Way(ranks=ranks, exchange=exchange, reduction=reduction, tiles=tiles, need_dots=need_dots, payload=wire)
+    return Way(ranks, exchange, reduction, tiles, need_dots, wire, negatives)
 
 
 def choose_way(
@@ -153,6 +158,8 @@ def _measure_and_choose(
     reduction: str,
     payload: torch.dtype | None,
     cost: LossCost,
+    ids: str,
+    negatives: int,
 ) -> tuple[str, str]:
     """Return `choose_way` of this group of several ranks and its machines; log its estimates once."""
     machine = machine_of(ranks, features.device)
@@ -167,6 +174,8 @@ def _measure_and_choose(
             feature_bytes=(payload or features.dtype).itemsize,
             gradient_bytes=(payload or sum_dtype).itemsize,
             sum_bytes=sum_dtype.itemsize,
+            ids=ids,
+            negatives=negatives,
         ),
         held_bytes=features.dtype.itemsize,
         cost=cost,
@@ -181,9 +190,12 @@ def _seconds(
     exchange: str, reduction: str, sizes: Sizes, cost: LossCost, machine: Machine, hides_exchanges: bool
 ) -> float:
     """Return the cost model's time of one forward and backward pass."""
-    operations = cost.products[reduction] * sizes.batch**2 * sizes.world_size * sizes.embedding
+    columns = sizes.batch + sizes.negatives
+    operations = cost.products[reduction] * sizes.batch * columns * sizes.world_size * sizes.embedding
     computing = operations / machine.flops_per_s
-    sending = cost.traffic(exchange, reduction, sizes).total / machine.link_bytes_per_s
+    # Negatives travel as the texts do.
+    moved = cost.traffic(exchange, reduction, sizes).total * columns / sizes.batch
+    sending = moved / machine.link_bytes_per_s
     if exchange == "all_gather":
         return computing + sending + 4 * _COLLECTIVE_SECONDS
     together = max(computing, sending) if hides_exchanges else computing + sending

@@ -47,6 +47,7 @@ def exchange_sizes(workload: Workload) -> Sizes:
         embedding=workload.model.embed_dim,
         feature_bytes=min(workload.compute_bytes, workload.payload_bytes),
         gradient_bytes=workload.payload_bytes,
+        ids=workload.megaclip.same_ids,
     )
 
 

@@ -70,6 +70,7 @@ class StepStore:
         # Two entries: for this step and the next. Chunks of a third step cannot arrive before this step's slots are
         # free.
         self._tokens = torch.empty(2, self.rows(), context_length, dtype=torch.int32)
+        self._pair_ids = torch.zeros(2, self.rows(), dtype=torch.int64)
         self._step = 0
         self._captions: CaptionChunks | None = None
         """This step's chunks of captions. None: no chunk of them has been read yet."""
@@ -116,6 +117,10 @@ class StepStore:
     def ids(self) -> Tensor:
         """Return the sample ids of this step, (b,) int64, in the order of the rows."""
         return self._loader.ids_of_step(self._loader.samples_per_step * self._step + self._first_sample)
+
+    def pair_ids(self) -> Tensor:
+        """Return the ids by which equal pairs are recognised, (b,) int64 on the host, after `captions`."""
+        return self._pair_ids[self._step % 2]
 
     def rows(self) -> int:
         return self._image_chunks * self._slots.shape[1]
@@ -212,7 +217,9 @@ class StepStore:
                 step, chunk = divmod(number, self._loader.readings_per_step)
                 if chunk < self._image_chunks:
                     start = chunk * len(batch.tokens)
-                    self._tokens[step % 2, start : start + len(batch.tokens)].copy_(batch.tokens)
+                    rows = slice(start, start + len(batch.tokens))
+                    self._tokens[step % 2, rows].copy_(batch.tokens)
+                    self._pair_ids[step % 2, rows].copy_(batch.pair_ids)
                     self._bad_counts_read[step % 2] = self._loader.bad_counts
                 free_pages(batch.images)  # so that deleting them does not delay the training thread
                 with self._changed:

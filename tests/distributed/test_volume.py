@@ -6,12 +6,13 @@ values differ between them, so a formula with a wrong proportion fails.
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from megaclip.comm.groups import group_size
-from megaclip.losses import ClipLoss, SigLipLoss
+from megaclip.losses import LOSSES, ClipLoss, SigLipLoss
 from megaclip.losses.costs import LOSS_COSTS, Sizes
 from megaclip.losses.fastclip_variants import VARIANTS
 from tests.distributed.harness import run_ranks
@@ -44,6 +45,13 @@ def check_formulas() -> list[str]:
                 got = sum(bytes_sent(lambda loss=sigmoid, x=x, y=y: loss(x, y, scale, bias).backward()).values())  # noqa: B023
                 if got != (expected := LOSS_COSTS["siglip"].traffic(exchange, reduction, wire).total):
                     found.append(f"sigmoid, {exchange} + {reduction}, {payload} at {sizes}: {got}, formula {expected}")
+            for kind, meaning in itertools.product(("clip", "siglip"), ("mask", "positive")):
+                loss = LOSSES[kind](exchange=exchange, reduction=reduction, ids=meaning)
+                run = partial(loss, x, y, torch.tensor(5.0), ids=torch.arange(batch))
+                got = sum(bytes_sent(lambda run=run: run().backward()).values())
+                expected = LOSS_COSTS[kind].traffic(exchange, reduction, replace(sizes, ids=meaning)).total
+                if got != expected:
+                    found.append(f"{kind} {meaning}, {exchange} + {reduction} at {sizes}: {got}, formula {expected}")
             for variant in VARIANTS:
                 step = FastClipStep(variant, exchange, reduction)
                 got = sum(bytes_sent(lambda step=step, x=x, y=y: step(x, y)).values())

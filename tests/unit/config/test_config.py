@@ -128,6 +128,10 @@ def test_deepspeed_receives_the_file_with_defaults_for_what_it_leaves_out(tmp_pa
         ({"megaclip": fastclip("fastclip_v3", gama_min=0.2)}, "fastclip.gama_min; did you mean 'gamma_min'?"),
         ({"megaclip": fastclip("fastclip_v3", gamma_min=0)}, "megaclip.fastclip.gamma_min"),
         ({"megaclip": fastclip("fastclip_v3", eps="1e-6")}, "megaclip.fastclip.eps"),
+        (
+            {"megaclip": {"loss": "sogclr", "same_ids": "mask"}},
+            "megaclip.same_ids 'mask' cannot be used with megaclip.loss 'sogclr', which estimates means",
+        ),
         ({"megaclip": fastclip("clip", eps=1e-6)}, "megaclip.fastclip has no effect with megaclip.loss 'clip'"),
         ({"megaclip": fastclip("fastclip_v1", rho=6.5)}, "fastclip.rho has no effect with megaclip.loss 'fastclip_v1'"),
         ({"megaclip": fastclip("fastclip_v0", rho=6.5)}, "fastclip.rho has no effect"),

@@ -1,6 +1,8 @@
 """Loaders: each sample exactly once for any number of ranks and workers, exact resume, bad samples, dying workers."""
 
 import functools
+import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -15,6 +17,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 
 from megaclip.data import (
     PADDING_ID,
@@ -26,6 +29,7 @@ from megaclip.data import (
     open_pairs,
 )
 from megaclip.data import reading as reading_module
+from megaclip.data.batch import BadSample
 from megaclip.data.reading import TrainReader
 from megaclip.data.workers import WORKER_TIMEOUT_S, map_in_workers
 from megaclip.errors import DataError
@@ -152,6 +156,40 @@ def test_an_image_with_three_captions_shows_each_once_in_three_epochs(tmp_path):
         shown[epoch, ids.numpy()] = tokens.numpy()
     assert np.sort(shown, axis=0).T.tolist() == np.arange(3 * STEP).reshape(STEP, 3).tolist()
     assert set(shown[0] % 3) == {0, 1, 2}  # an epoch shows caption 0 of some images and captions 1 and 2 of others
+
+
+def test_pairs_have_equal_ids_if_what_the_key_names_is_equal(tmp_path):
+    """The digests are equal in every process and version: a resumed run masks the same pairs."""
+    rows = []
+    for number in range(STEP):
+        (tmp_path / f"{number}.png").write_bytes(picture(number // 3))
+        rows.append({"image": f"{number}.png", "caption": f"a  {number % 4}" + " " * number, "page": number // 2})
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    digests = {}
+    for key, group in (("caption", lambda n: n % 4), ("image", lambda n: n // 3), ("page", lambda n: n // 2)):
+        loader = loader_of(open_pairs([str(tmp_path / "pairs.jsonl")], id_key=key))
+        ids = loader.ids_of_step(0)
+        digests[key] = dict(zip(ids.tolist(), next(loader).pair_ids.tolist(), strict=True))
+        for one, other in itertools.product(range(STEP), repeat=2):
+            assert (digests[key][one] == digests[key][other]) == (group(one) == group(other)), (key, one, other)
+    expected = hashlib.blake2b(b"a 0", digest_size=8).digest()
+    assert digests["caption"][0] == int.from_bytes(expected, "little", signed=True)
+
+
+def test_ids_of_a_column_that_is_missing_or_empty(tmp_path):
+    write_shards(tmp_path, [1])
+    with pytest.raises(DataError, match=r"has no columns, and --id-key is 'page'; use 'caption' or 'image'"):
+        open_pairs([str(tmp_path / "*.tar")], id_key="page")
+    (tmp_path / "0.png").write_bytes(picture(0))
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"image": "0.png", "caption": "a", "page": None}))
+    Dataset.from_list([{"image": str(tmp_path / "0.png"), "caption": "a", "page": None}]).to_parquet(
+        tmp_path / "pairs.parquet"
+    )
+    for name in ("pairs.jsonl", "pairs.parquet"):
+        with pytest.raises(DataError, match=r"has no id column sheet; it has .*page; set --id-key to one of them"):
+            open_pairs([str(tmp_path / name)], id_key="sheet")
+        with pytest.raises(BadSample, match="missing id"):
+            open_pairs([str(tmp_path / name)], id_key="page").read(0)
 
 
 def test_augmentation_changes_with_the_epoch(pairs):

@@ -12,6 +12,7 @@ from megaclip.config import MegaclipSection, parse_arguments
 from megaclip.engine.inputs import read_inputs
 from megaclip.engine.run_loss import RunLoss
 from megaclip.errors import ConfigError
+from megaclip.losses import ClipLoss, SigLipLoss
 from megaclip.losses.settings import FastClipSettings
 
 RUN: dict[str, Any] = {"epochs": 2, "total_steps": 50, "warmup": 5, "device": torch.device("cpu")}
@@ -29,6 +30,17 @@ def test_a_models_scale_and_bias_receive_zero_gradients() -> None:
     assert state is not None
     seen = ~state["samples"]["values"][:, 0].isnan()
     assert seen.nonzero().flatten().tolist() == [0, 3, 5, 8]
+
+
+@pytest.mark.parametrize("meaning", ["mask", "positive"])
+def test_ids_of_equal_pairs_reach_the_loss(meaning: str) -> None:
+    x, y = (F.normalize(torch.randn(4, 6), dim=1) for _ in range(2))
+    ids, scale, bias = torch.tensor([3, 5, 3, 7]), torch.ones(1), torch.zeros(1)
+    for name, kind in (("clip", ClipLoss), ("siglip", SigLipLoss)):
+        loss = RunLoss(MegaclipSection(loss=name, same_ids=meaning), samples=9, **RUN)
+        bound = loss.bind(lambda: ids, 0.0, lambda: ids)
+        assert torch.equal(bound(x, y, scale, bias), kind(ids=meaning)(x, y, scale, bias, ids=ids))
+        assert not torch.equal(bound(x, y, scale, bias), kind()(x, y, scale, bias))
 
 
 def test_gamma_falls_over_half_of_the_run_by_default() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megaclip.data import Batch
+from megaclip.data import TrainBatch
 from megaclip.step.batch import DeviceFeed, Tower
 from megaclip.step.caption_chunks import CaptionChunks
 from megaclip.step.sample_store import StepStore
@@ -25,14 +25,14 @@ class Loader:
         self.micro_batches_per_step, self.readings_per_step = CHUNKS, 2 * CHUNKS - reread_from
         self._batches = self._all(reread_from)
 
-    def _all(self, reread_from: int) -> Iterator[Batch]:
+    def _all(self, reread_from: int) -> Iterator[TrainBatch]:
         for step in itertools.count():
             for chunk in (*range(CHUNKS), *range(reread_from, CHUNKS)):
                 numbers = torch.arange(ROWS) + (step * CHUNKS + chunk) * ROWS
                 self.taken += 1
-                yield Batch(numbers.to(torch.uint8).view(ROWS, 1, 1, 1), numbers.view(ROWS, 1))
+                yield TrainBatch(numbers.to(torch.uint8).view(ROWS, 1, 1, 1), numbers.view(ROWS, 1), numbers)
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> TrainBatch:
         return next(self._batches)
 
     def check_workers(self) -> None: ...
@@ -77,6 +77,7 @@ def test_every_pass_gets_its_chunks(slots: int, reread_from: int, read_once: tup
             texts = step % 3  # of two text chunks
             assert read(store, Tower.IMAGE, images, again=False) == numbers_of(step, 0)
             assert read(store, Tower.TEXT, texts, again=False) == numbers_of(step, 0)
+            assert store.pair_ids().tolist() == numbers_of(step, 0)
             assert read(store, Tower.IMAGE, images, again=True) == numbers_of(step, images * ROWS)
             assert read(store, Tower.TEXT, texts, again=True) == numbers_of(step, texts * 2 * ROWS)
             store.next_step()
