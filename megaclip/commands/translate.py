@@ -93,12 +93,14 @@ def _split(words: list[str]) -> tuple[list[str], int | None, dict[str, list[str]
     while launcher[-1:] in (["-m"], ["--module"], ["--"]):
         launcher.pop()
     options, ranks = _flags(launcher), None
+    start = ["-m", "megaclip", "train"]
     if {"torchrun", "torch.distributed.run", "torch.distributed.launch"} & {PurePath(word).name for word in launcher}:
+        start = ["-m", "--", "megaclip", "train"]  # without --, torchrun takes --logs as its own --logs-specs
         counts = [options.get(flag, ["1"])[0] for flag in ("--nproc-per-node", "--nnodes")]
         ranks = math.prod(map(int, counts)) if all(count.isdecimal() for count in counts) else None
     elif re.match(r"(\w+=\S* )*\S*python", " ".join(launcher)):
         ranks = 1
-    return [*launcher, "-m", "megaclip", "train"] if launcher else ["megaclip", "train"], ranks, _flags(rest)
+    return [*launcher, *start] if launcher else ["megaclip", "train"], ranks, _flags(rest)
 
 
 def _flags(words: list[str]) -> dict[str, list[str]]:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,18 +18,24 @@ from tests.tolerances import RUN, assert_close
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--"]
 
 
-def losses(start: list[str], tiny_run: Path, logs: Path) -> list[float]:
-    """Start launch/train.py with a batch of 32 on any number of ranks. Return the loss of each step."""
+def losses(start: list[str], tiny_run: Path, logs: Path, *, changes: dict[str, Any] | None = None) -> list[float]:
+    """Start launch/train.py with a batch of 32 on any number of ranks. Return the loss of each step.
+
+    changes: settings that --set replaces. The file then has others.
+    """
     config = {**DS_CONFIG, "zero_optimization": {"stage": 1}}
     del config["gradient_accumulation_steps"]  # derived from the number of ranks
     logs.mkdir()
-    (logs / "ds_config.json").write_text(json.dumps(config))
-    command = [*start, str(ROOT / "launch/train.py"), *flags(tiny_run, logs / "ds_config.json", logs)]
+    (logs / "ds_config.json").write_text(json.dumps(DS_CONFIG if changes else config))
+    words = [f"{key}={json.dumps(value)}" for key, value in (changes or {}).items()]
+    command = [*start, str(ROOT / "launch/train.py")]
+    command += flags(tiny_run, logs / "ds_config.json", logs, set=words or None)
     environment = {key: value for key, value in launcher_environment().items() if key not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
         command, cwd=logs, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     assert done.returncode == 0, done.stdout
+    assert json.loads((logs / "run" / "settings.json").read_text())["ds_config"] == config
     return [loss for _, loss in sorted(scalars(logs / "run")["train/loss"].items())]
 
 
@@ -36,7 +43,9 @@ def losses(start: list[str], tiny_run: Path, logs: Path) -> list[float]:
 def test_torchrun_has_the_losses_of_plain_python(tiny_run, tmp_path):
     """The batch can use two of torchrun's three ranks; the third one waits, and ends with the run."""
     one = losses([sys.executable], tiny_run, tmp_path / "python")
-    two = losses([part.replace("_node=2", "_node=3") for part in TORCHRUN], tiny_run, tmp_path / "torchrun")
+    changes = {"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": None}
+    start = [part.replace("_node=2", "_node=3") for part in TORCHRUN]
+    two = losses(start, tiny_run, tmp_path / "torchrun", changes=changes)
     assert one[0] != one[1]
     assert_close(two, one, RUN["loss"])
 
