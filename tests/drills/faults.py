@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,14 +190,6 @@ def worker_killed(trial: Trial) -> Verdict:
     return Verdict((1,), saves_last_step=True, error="a data worker died")
 
 
-def killed_in_save(trial: Trial) -> Verdict:
-    return _killed_in_save(trial)
-
-
-def killed_in_async_save(trial: Trial) -> Verdict:
-    return _killed_in_save(trial, async_save=True)
-
-
 def disk_full(trial: Trial) -> Verdict:
     """Fill the disk of the run's folder, a small tmpfs."""
     disk = trial.folder / "disk"
@@ -212,41 +205,24 @@ def disk_full(trial: Trial) -> Verdict:
     return Verdict((1,), error="No space left")
 
 
-def file_truncated(trial: Trial) -> Verdict:
-    return _damage(trial, lambda path: os.truncate(path, trial.random.randrange(path.stat().st_size)))
+def flip_a_bit(trial: Trial, path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[trial.random.randrange(len(content))] ^= 1 << trial.random.randrange(8)
+    path.write_bytes(content)
 
 
-def file_flipped(trial: Trial) -> Verdict:
-    """Flip one bit of a file."""
-
-    def flip(path: Path) -> None:
-        content = bytearray(path.read_bytes())
-        content[trial.random.randrange(len(content))] ^= 1 << trial.random.randrange(8)
-        path.write_bytes(content)
-
-    return _damage(trial, flip)
+def truncate(trial: Trial, path: Path) -> None:
+    os.truncate(path, trial.random.randrange(path.stat().st_size))
 
 
-def file_deleted(trial: Trial) -> Verdict:
-    return _damage(trial, Path.unlink)
+def delete(_: Trial, path: Path) -> None:
+    path.unlink()
 
 
-def shard_deleted(trial: Trial) -> Verdict:
-    return _shard(trial, Path.unlink)
-
-
-def shard_truncated(trial: Trial) -> Verdict:
-    return _shard(trial, lambda path: os.truncate(path, trial.random.randrange(path.stat().st_size)))
-
-
-def shard_unreadable(trial: Trial) -> Verdict:
-    """Replace the shard by a folder. Even root cannot read a folder as a file."""
-
-    def replace(path: Path) -> None:
-        path.unlink()
-        path.mkdir()
-
-    return _shard(trial, replace)
+def replace_by_folder(_: Trial, path: Path) -> None:
+    """Even root cannot read a folder as a file."""
+    path.unlink()
+    path.mkdir()
 
 
 def power_cut(trial: Trial) -> Verdict:
@@ -268,32 +244,6 @@ def power_cut(trial: Trial) -> Verdict:
     shutil.copyfile(image, trial.folder / "copy")
     _run("mount", "-o", "loop", str(trial.folder / "copy"), str(disk))
     return Verdict((-9,))
-
-
-FAULTS: dict[str, Callable[[Trial], Verdict]] = {
-    fault.__name__: fault
-    for fault in (
-        rank_killed,
-        host_killed,
-        launcher_killed,
-        killed_in_save,
-        killed_in_async_save,
-        power_cut,
-        disk_full,
-        file_truncated,
-        file_flipped,
-        file_deleted,
-        rank_stopped,
-        network_cut,
-        network_healed,
-        sigterm,
-        sigusr1,
-        worker_killed,
-        shard_deleted,
-        shard_truncated,
-        shard_unreadable,
-    )
-}
 
 
 def _maybe_async(trial: Trial) -> dict[str, Any]:
@@ -352,13 +302,11 @@ def _os_error(result: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _killed_in_save(trial: Trial, **changes: Any) -> Verdict:
+def killed_in_save(trial: Trial, **changes: Any) -> Verdict:
     """Kill a rank with SIGKILL before, while or after it writes a file of a checkpoint.
 
     A rank writes DeepSpeed's files first. Then the first rank writes state.json, the manifest and `latest`.
     """
-    if changes:
-        changes = {"async_save": ""}
     victim, moment = trial.random.randrange(WORLD_SIZE), trial.random.choice(("before", "during", "after"))
     file = trial.random.randrange(5 if victim == 0 else 1)
     save = trial.random.randrange(1, STEPS // SAVE_EVERY)
@@ -428,16 +376,16 @@ class _Replaced:
         self.__dict__.update(vars(module) | functions)
 
 
-def _damage(trial: Trial, damage: Callable[[Path], Any]) -> Verdict:
+def checkpoint_damaged(damage: Callable[[Trial, Path], None], trial: Trial) -> Verdict:
     """Stop a run after a random step, and damage a file of its latest checkpoint."""
     job = trial.start(stop_after_steps=trial.random.randrange(SAVE_EVERY + 1, STEPS), **_maybe_async(trial))
     job.wait()
     tag = (trial.checkpoints / "latest").read_text()
-    damage(trial.random.choice(sorted(path for path in (trial.checkpoints / tag).iterdir() if path.is_file())))
+    damage(trial, trial.random.choice(sorted(path for path in (trial.checkpoints / tag).iterdir() if path.is_file())))
     return Verdict((0,), damaged=tag)
 
 
-def _shard(trial: Trial, harm: Callable[[Path], Any]) -> Verdict:
+def shard_damaged(damage: Callable[[Trial, Path], None], trial: Trial) -> Verdict:
     """Damage a shard of the training data while the run reads it. The shard is repaired before the run is resumed.
 
     With --max-bad-fraction 0 the run ends at the first sample that it cannot read. Otherwise it would replace the
@@ -449,7 +397,7 @@ def _shard(trial: Trial, harm: Callable[[Path], Any]) -> Verdict:
     job = trial.start(max_bad_fraction=0, **_maybe_async(trial))
     trial.some_time(job, STEPS - _READ_AHEAD)
     shard = trial.random.choice(sorted(trial.train_data.glob("*.tar")))
-    harm(shard)
+    damage(trial, shard)
 
     def restore() -> None:
         if shard.is_dir():
@@ -498,3 +446,26 @@ def unmounted(folder: Path) -> Iterator[None]:
     finally:
         if (folder / "disk").is_mount():
             _unmount(folder / "disk")
+
+
+FAULTS: dict[str, Callable[[Trial], Verdict]] = {
+    "rank_killed": rank_killed,
+    "host_killed": host_killed,
+    "launcher_killed": launcher_killed,
+    "killed_in_save": killed_in_save,
+    "killed_in_async_save": partial(killed_in_save, async_save=""),
+    "power_cut": power_cut,
+    "disk_full": disk_full,
+    "file_truncated": partial(checkpoint_damaged, truncate),
+    "file_flipped": partial(checkpoint_damaged, flip_a_bit),
+    "file_deleted": partial(checkpoint_damaged, delete),
+    "rank_stopped": rank_stopped,
+    "network_cut": network_cut,
+    "network_healed": network_healed,
+    "sigterm": sigterm,
+    "sigusr1": sigusr1,
+    "worker_killed": worker_killed,
+    "shard_deleted": partial(shard_damaged, delete),
+    "shard_truncated": partial(shard_damaged, truncate),
+    "shard_unreadable": partial(shard_damaged, replace_by_folder),
+}

@@ -1,4 +1,4 @@
-"""Digit scenes: reproducible, split by source image, captions match images. Also the commands that use them."""
+"""Digit scenes: reproducible, split by source image, captions match images."""
 
 import contextlib
 import io
@@ -6,7 +6,6 @@ import json
 import tarfile
 from argparse import Namespace
 from collections import Counter
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -14,23 +13,16 @@ import pytest
 from PIL import Image
 
 from examples.digits import make_scenes
-from megaclip.commands import inspect_data, train_tokenizer
 from megaclip.data import open_labelled, open_pairs
-
-ROOT = Path(__file__).parents[3]
-
-
-def run(module, *arguments):
-    """Run a command in this process and return its output. A new process would take seconds to import scikit-learn."""
-    printed = io.StringIO()
-    with mock.patch("sys.argv", [module.__name__, *map(str, arguments)]), contextlib.redirect_stdout(printed):
-        module.main()
-    return printed.getvalue()
 
 
 def make(folder, *options):
-    sizes = ("--train", "600", "--held-out", "120", "--zero-shot", "50")
-    return run(make_scenes, folder, *sizes, *options)
+    """Run the script in this process and return its output. A new process would take seconds to import scikit-learn."""
+    command = ["make_scenes.py", str(folder), "--train", "600", "--held-out", "120", "--zero-shot", "50", *options]
+    printed = io.StringIO()
+    with mock.patch("sys.argv", command), contextlib.redirect_stdout(printed):
+        make_scenes.main()
+    return printed.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -139,23 +131,3 @@ def test_equal_settings_change_nothing_and_other_settings_replace_the_scenes(tmp
     assert "already" in make(folder, "--shard-size", "100")
     assert "wrote 600 training" in make(folder, "--shard-size", "300")
     assert len(list((folder / "train").glob("*.tar"))) == 2
-
-
-def test_the_commands_train_a_tokenizer_and_inspect_the_data(scenes, tmp_path):
-    model = tmp_path / "tokenizer.model"
-    run(train_tokenizer, scenes / "train" / "*.tar", "--vocab-size", "200", "--out", model)
-    report = json.loads(
-        run(
-            inspect_data, scenes / "train" / "*.tar", "--tokenizer", model, "--context-length", "32",
-            "--image-size", "24", "--samples", "300", "--seconds", "0.2", "--json",
-        )
-    )  # fmt: skip
-    assert report["samples"] == 600 and report["datasets"][0]["files"] == 3
-    sample = report["sample"]
-    assert sample["looked_at"] == 300 and sample["bad"] == {}
-    assert sample["width"]["max"] == 24 and sample["caption_characters"]["min"] >= len("a one")
-    assert sample["tokens"]["max"] < 32 and sample["captions_that_fill_the_context"] == 0
-    assert report["loader"]["samples_per_s_per_core"] > 0
-    shards = scenes / "train" / "*.tar"
-    loader_alone = run(inspect_data, shards, "--tokenizer", model, "--samples", "0", "--seconds", "0.2", "--json")
-    assert json.loads(loader_alone)["sample"]["looked_at"] == 0
