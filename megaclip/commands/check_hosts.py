@@ -10,7 +10,6 @@ prints a line per host and a line per problem. The exit code is 1 if there is a 
 
 import argparse
 import os
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -22,10 +21,10 @@ from torch.distributed.elastic.utils.store import synchronize
 from megaclip.commands.argument_types import CommandParser, number
 from megaclip.config import load_training_config, parse_arguments
 from megaclip.engine.process_group import meet_all_ranks, quiet_deepspeed
-from megaclip.errors import ConfigError, MegaclipError
+from megaclip.errors import ConfigError
 from megaclip.hosts import compare, network
 from megaclip.hosts.facts import Report, report
-from megaclip.logging import local_rank_from_environment, rank_from_environment
+from megaclip.logging import rank_from_environment
 from megaclip.zero.optimizers import needed_ops
 
 _LIMIT_S = 300.0
@@ -34,12 +33,7 @@ _LIMIT_S = 300.0
 
 def main(argv: list[str] | None = None) -> int:
     quiet_deepspeed()
-    try:
-        return check(argument_parser().parse_args(argv))
-    except MegaclipError as error:
-        if local_rank_from_environment() == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return check(argument_parser().parse_args(argv))
 
 
 def argument_parser() -> argparse.ArgumentParser:

@@ -8,11 +8,11 @@ ranks save. docs/multi_node.md describes when a run is not restarted.
 
 import argparse
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
@@ -32,8 +32,12 @@ RENDEZVOUS = {"last_call_timeout": 5, "keep_alive_interval": 3, "keep_alive_max_
 _READ_TIMEOUT_S = 60
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argument_parser()
+def main(argv: list[str] | None = None) -> NoReturn:
+    parser = get_args_parser()  # of torchrun, for a command of megaclip instead of a script
+    parser.prog, parser.usage = "megaclip launch", "megaclip launch [OPTIONS] COMMAND ..."
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser.allow_abbrev = False  # --logs of the command is no short form of --logs-specs
+    parser.set_defaults(rdzv_backend="c10d", shutdown_timeout=3600)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         known = set(parser._option_string_actions)
@@ -41,28 +45,14 @@ def main(argv: list[str] | None = None) -> int:
     command = [arguments.training_script, *arguments.training_script_args]
     arguments.training_script, arguments.training_script_args, arguments.module = "megaclip", command, True
     try:
-        return launch(arguments, command)
-    except MegaclipError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        launch(arguments, command)
     except RendezvousError as error:
         where, reason = f"--rdzv-endpoint {arguments.rdzv_endpoint}", first_line(error.__cause__ or error)
-        print(f"error: {arguments.nnodes} hosts have not met at {where}: {reason}", file=sys.stderr)
-    return 1
+        raise MegaclipError(f"{arguments.nnodes} hosts have not met at {where}: {reason}") from error
 
 
-def argument_parser() -> argparse.ArgumentParser:
-    """Return torchrun's parser, for a command of megaclip instead of a script."""
-    parser = get_args_parser()
-    parser.prog, parser.usage = "megaclip launch", "megaclip launch [OPTIONS] COMMAND ..."
-    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
-    parser.allow_abbrev = False  # --logs of the command is no short form of --logs-specs
-    parser.set_defaults(rdzv_backend="c10d", shutdown_timeout=3600)
-    return parser
-
-
-def launch(arguments: argparse.Namespace, command: list[str]) -> int:
-    """Run this host's agent to the end of the run; return the exit code.
+def launch(arguments: argparse.Namespace, command: list[str]) -> NoReturn:
+    """Run this host's agent to the end of the run, and exit.
 
     Raises:
         ConfigError: an argument is refused.
@@ -70,6 +60,8 @@ def launch(arguments: argparse.Namespace, command: list[str]) -> int:
     """
     try:
         config, program, words = config_from_args(arguments)
+        rendezvous = {**RENDEZVOUS, **config.rdzv_configs}
+        silence_s = int(rendezvous["keep_alive_interval"]) * int(rendezvous["keep_alive_max_attempt"])
     except (ValueError, RuntimeError, AssertionError) as error:
         raise ConfigError(f"{first_line(error)}; see megaclip launch --help") from None
     if config.rdzv_backend != "c10d" or not (config.rdzv_endpoint or config.max_nodes == 1):
@@ -85,7 +77,7 @@ def launch(arguments: argparse.Namespace, command: list[str]) -> int:
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
         local_addr=config.local_addr or (None if config.rdzv_endpoint else "localhost"),
-        **{**RENDEZVOUS, **config.rdzv_configs},
+        **rendezvous,
     )
     backend, store = create_backend(parameters)
     store.set_timeout(timedelta(seconds=_READ_TIMEOUT_S))
@@ -98,7 +90,7 @@ def launch(arguments: argparse.Namespace, command: list[str]) -> int:
         rdzv_handler=create_handler(store, backend, parameters),
     )
     assert config.logs_specs is not None  # torch sets it
-    return Agent(spec, config.logs_specs, store, newest_step, arguments.shutdown_timeout).run_to_end()
+    Agent(spec, config.logs_specs, store, silence_s, newest_step, arguments.shutdown_timeout).run_to_end()
 
 
 def checked_training(config: LaunchConfig, training: list[str]) -> Callable[[], int]:

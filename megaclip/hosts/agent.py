@@ -1,17 +1,19 @@
 """The rules of `megaclip launch`, on torch's elastic agent. One agent per host starts and restarts the host's ranks.
 
-torch.distributed.elastic decides which hosts take part: its agents meet in a store, and meet again when ranks have
-failed or hosts come. `Agent` decides when the run ends instead, and leaves notes in the store for the other agents.
+torch.distributed.elastic decides which hosts take part: its agents meet in a store, keep heartbeats there, and meet
+again when ranks have failed or hosts come. `Agent` decides when the run ends instead, and leaves notes in the store for
+the other agents. It also watches the heartbeats, which torch's agents read only when they meet.
 """
 
 import json
 import os
+import pickle
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -20,10 +22,10 @@ from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, Worke
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.utils.store import barrier
 
 from megaclip.errors import REFUSED_EXIT_CODE, STOP_SIGNALS
-from megaclip.hosts import pulse
-from megaclip.hosts.pulse import Pulse
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
@@ -32,13 +34,8 @@ STOP_CODES = frozenset(128 + number for number in STOP_SIGNALS)
 """Exit codes of ranks that have saved because of a signal."""
 _FAILED_LIMIT_S = 8
 """Seconds for which ranks may report their errors when other ranks have failed. They cannot save."""
-
 _POLL_S = 2.0
 """Seconds within which a spare host reads the end of the run."""
-
-
-class RunEnded(Exception):
-    """The run ends. Arguments: the exit code of the launcher, and the reason for the log."""
 
 
 def _raise_signal(number: int, _: Any) -> NoReturn:
@@ -50,94 +47,74 @@ class Agent(LocalElasticAgent):
 
     Args:
         store: the store in which the agents meet.
+        silence_s: seconds without a heartbeat after which another host, or the store, is lost.
         newest_step: returns the step of the newest complete checkpoint, or None for a program without checkpoints.
         save_limit_s: seconds that ranks have to save before they are killed, when hosts come or a signal stops the run.
     """
 
     def __init__(
-        self, spec: WorkerSpec, logs: LogsSpecs, store: Any, newest_step: Callable[[], int | None], save_limit_s: int
+        self, spec: WorkerSpec, logs: LogsSpecs, store: Any, silence_s: int, newest_step: Callable, save_limit_s: int
     ) -> None:
         super().__init__(spec, logs)
-        prefix = f"megaclip.{self._rdzv_handler.get_run_id()}"
-        self._notes, self._newest_step, self._save_limit_s = PrefixStore(prefix, store), newest_step, save_limit_s
-        self._pulse = Pulse(store, self._rdzv_handler.get_run_id(), self._start_anew)
-        self._ending = threading.Lock()
+        self._rendezvous_handler, run_id = spec.rdzv_handler, spec.rdzv_handler.get_run_id()
+        self._notes, self._newest_step = PrefixStore(f"megaclip.{run_id}", store), newest_step
+        self._backend = C10dRendezvousBackend(store.clone(), run_id)  # other threads do not block a clone
+        self._silence_s, self._save_limit_s = silence_s, save_limit_s
+        self._hosts: dict[str, str] = {}
+        """Addresses of the hosts that run ranks, by torch's names of them. Empty before the first attempt."""
+        self._beats: dict[str, tuple[object, int]] = {}
+        """Last heartbeat of each host, and for how many looks, one per second, it has not changed."""
+        self._ending, self._ended = threading.Lock(), threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="heartbeats", daemon=True)
 
-    def run_to_end(self) -> int:
-        """Run the ranks, with restarts; return the exit code. Raises RendezvousError if the hosts do not meet."""
+    def run_to_end(self) -> NoReturn:
+        """Run the ranks, with restarts, and exit. Raises RendezvousError if the hosts do not meet."""
         for number in STOP_SIGNALS:
             signal.signal(number, _raise_signal)
-        result, code = None, 0
         try:
             with suppress(RendezvousClosedError):
-                result = self.run()
-            if result is None:  # another host has ended the run
-                self._read_end()
-                raise RunEnded(1, "the rendezvous is closed; start all hosts with another --rdzv-id")
-            if result.is_failed():
-                self._end(1, f"--max-restarts {self._worker_group.spec.max_restarts} allows no further restart")
-        except (RunEnded, SignalException) as error:
-            code = self._exit_code(error)
+                if result := self.run():
+                    limit = f"--max-restarts {self._worker_group.spec.max_restarts} allows no further restart"
+                    self._end(*((1, limit) if result.is_failed() else (0, "the run is complete")))
+            self._read_end()  # of the host that has closed the rendezvous
+            self._leave(1, "the rendezvous is closed; start all hosts with another --rdzv-id")
+        except SignalException as stop:  # torch's agent has passed it on to the ranks, and they have ended
+            code = 128 + stop.sigval if self._newest_step() else 1
+            reason = f"stopped by {stop.sigval.name}" + ", without a checkpoint" * (code == 1)
+            (self._end if self._hosts else self._leave)(code, reason)
         except (DistError, RendezvousConnectionError):
-            if not self._pulse.hosts:
+            if not self._hosts:
                 raise
-            self._start_anew()
-        self._pulse.end()
-        with suppress(DistError):
-            if code == 0:  # all hosts with ranks have ended; this note is for spare hosts
-                self._notes.set("end", json.dumps([0, "the run is complete"]))
-            if self._note("end"):
-                self._rdzv_handler.shutdown()
-                self._notes.add("farewell", 1)
-                deadline = time.monotonic() + 2 * _FAILED_LIMIT_S  # the store may be in this process
-                while self._notes.add("farewell", 0) < len(self._pulse.hosts) and time.monotonic() < deadline:
-                    time.sleep(0.2)
-                time.sleep(_POLL_S)
-        return code
-
-    def _exit_code(self, end: RunEnded | SignalException) -> int:
-        """Log the end of the run, and return the exit code of the launcher.
-
-        A stop signal, which torch's agent has passed on to the ranks, ends the run on all hosts, except if this host
-        has only waited.
-        """
-        if isinstance(end, SignalException):
-            code = 128 + end.sigval if self._newest_step() else 1
-            end = RunEnded(code, f"stopped by {end.sigval.name}" + ", without a checkpoint" * (code == 1))
-            if self._pulse.hosts:
-                with suppress(RunEnded):
-                    self._end(*end.args)
-        code, reason = end.args
-        (logger.info if code in {0, *STOP_CODES} else logger.error)("exit code %d: %s", code, reason)
-        return code
+        self._start_anew()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks of this host when the hosts of the attempt are known."""
-        own, count, store = worker_group.group_rank, worker_group.group_world_size, worker_group.store
-        assert store is not None and count is not None
-        self._pulse.meet(store, own, count)
-        if own == 0:
+        participants = sorted(self._read_state().participants)
+        self._hosts, self._beats = {str(node): node.addr for node in participants}, {}
+        if self._watcher.ident is None:
+            self._watcher.start()
+        if worker_group.group_rank == 0:
             self._judge_last_failure()
-            ranks, names = worker_group.workers[0].world_size, " ".join(self._pulse.hosts.values())
-            logger.info("attempt from step %d: %d ranks on %s", self._newest_step() or 0, ranks, names)
+            ranks, hosts = worker_group.workers[0].world_size, " ".join(self._hosts.values())
+            logger.info("attempt from step %d: %d ranks on %s", self._newest_step() or 0, ranks, hosts)
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Return the state of the ranks of this host. Raises RunEnded if they must not be started again."""
+        """Return the state of the ranks of this host. Exit if they must not be started again."""
         result = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED:
             return self._after_exit({rank: failure.exitcode for rank, failure in result.failures.items()}) or result
         if result.state is WorkerState.HEALTHY:
             self._read_end()
-            if lost := self._pulse.lost_hosts():
-                self._note_failure(f"host {' '.join(lost)} is lost")
+            if lost := self._lost_hosts():
+                self._note_failure(f"host {lost} is lost")
                 return RunResult(state=WorkerState.UNHEALTHY)
         return result
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """End the ranks of this host. They save if hosts come; after a failure they cannot."""
         failure = self._note("failure")
-        if failure and worker_group.state is WorkerState.HEALTHY:
+        if failure:
             logger.error("%s", failure[0])
         self._shutdown(None if failure else signal.SIGTERM)
 
@@ -149,14 +126,14 @@ class Agent(LocalElasticAgent):
 
     def _after_exit(self, codes: dict[int, int]) -> RunResult | None:
         """Return HEALTHY if ranks of this host have ended because hosts come, None after a failure."""
-        host, saved = socket.gethostname(), STOP_CODES & set(codes.values())
-        # torch has sent SIGTERM to the other ranks of this host.
-        failed = {rank: code for rank, code in codes.items() if code not in {*STOP_CODES, -signal.SIGTERM}}
+        saved, host = STOP_CODES & set(codes.values()), list(self._hosts.values())[self._worker_group.group_rank or 0]
         if REFUSED_EXIT_CODE in codes.values():
             self._end(REFUSED_EXIT_CODE, f"host {host} has refused a setting; see the error of its ranks")
-        deadline = time.monotonic() + pulse.SILENCE_S + 5
-        while not failed and not self._pulse.lost_hosts():
-            if self._rdzv_handler.num_nodes_waiting():
+        # torch has sent SIGTERM to the other ranks of this host.
+        failed = {rank: code for rank, code in codes.items() if code not in {*STOP_CODES, -signal.SIGTERM}}
+        deadline = time.monotonic() + self._silence_s + 5
+        while not failed and not self._lost_hosts():
+            if self._rendezvous_handler.num_nodes_waiting():
                 return RunResult(state=WorkerState.HEALTHY)  # torch's agent sees the waiting hosts itself
             if time.monotonic() > deadline:
                 self._end(min(saved, default=1), f"a signal to a rank of host {host} has stopped the run")
@@ -165,14 +142,12 @@ class Agent(LocalElasticAgent):
         for rank, code in failed.items():
             ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             self._note_failure(f"host {host}: rank {rank} {ended}")
-        if not failed:
-            self._note_failure(f"host {' '.join(self._pulse.lost_hosts())} is lost")
+        self._note_failure(f"host {self._lost_hosts()} is lost")  # without effect if a rank has failed
         return None
 
     def _note_failure(self, text: str) -> None:
-        """Note why this attempt has failed, unless another host has done so, and log the note."""
-        note = json.dumps([text, self._newest_step(), self._pulse.hosts])
-        logger.error("%s", json.loads(self._notes.compare_set("failure", "", note))[0])
+        """Note why this attempt has failed, unless another host has done so."""
+        self._notes.compare_set("failure", "", json.dumps([text, self._newest_step(), self._hosts]))
 
     def _judge_last_failure(self) -> None:
         """End the run if two attempts have failed without a new checkpoint in between. Lost hosts do not count."""
@@ -180,7 +155,7 @@ class Agent(LocalElasticAgent):
             return
         text, step, hosts = failure
         self._notes.delete_key("failure")
-        if lost := [name for key, name in hosts.items() if key not in self._pulse.hosts]:
+        if lost := [address for name, address in hosts.items() if name not in self._hosts]:
             logger.error("host %s is lost, which explains the failure", " ".join(lost))
         elif step is not None:
             if self._note("failed_at") == step:
@@ -192,17 +167,53 @@ class Agent(LocalElasticAgent):
         return json.loads(self._notes.get(key)) if self._notes.check([key]) else None
 
     def _read_end(self) -> None:
-        """Raise RunEnded if another host has ended the run."""
+        """Exit if another host has ended the run."""
         if end := self._note("end"):
-            self._shutdown(signal.SIGTERM if end[0] in STOP_CODES else None)
-            raise RunEnded(*end)
+            self._leave(*end)
 
     def _end(self, code: int, reason: str) -> NoReturn:
-        """End the run on all hosts."""
-        note = json.dumps([code, reason])
+        """End the run on all hosts, as the first host that ends it requests."""
         with suppress(DistError):
-            note = self._notes.compare_set("end", "", note).decode()
-        raise RunEnded(*json.loads(note))
+            code, reason = json.loads(self._notes.compare_set("end", "", json.dumps([code, reason])))
+        self._leave(code, reason)
+
+    def _leave(self, code: int, reason: str) -> NoReturn:
+        """End the ranks of this host, and exit when the other hosts have read the end, for the store may be here."""
+        (logger.info if code in {0, *STOP_CODES} else logger.error)("exit code %d: %s", code, reason)
+        self._shutdown(signal.SIGTERM if code in STOP_CODES else None)
+        self._ended.set()
+        with suppress(DistError):
+            if self._hosts:
+                self._rendezvous_handler.shutdown()
+                barrier(self._notes, len(self._hosts), "farewell", 2 * _FAILED_LIMIT_S)
+                time.sleep(_POLL_S)
+        raise SystemExit(code)
+
+    def _watch(self) -> None:
+        """Look at the heartbeats once per second. A thread, because the main thread may wait for a lost store."""
+        with ThreadPoolExecutor(1) as pool:
+            while not self._ended.wait(1.0):
+                look = pool.submit(self._look)
+                if not wait([look], self._silence_s).done or look.exception() is not None:
+                    self._start_anew()
+
+    def _look(self) -> None:
+        """Count for how long each host is silent. Time in which this process is suspended does not count."""
+        heartbeats = {str(node): beat for node, beat in self._read_state().last_heartbeats.items()}
+        for name in self._hosts:
+            beat, (last, looks) = heartbeats.get(name), self._beats.get(name, (None, 0))
+            self._beats[name] = (beat, looks + 1 if beat == last else 0)
+
+    def _lost_hosts(self) -> str:
+        """Return the addresses of the hosts that are silent."""
+        silent = [name for name, (_, looks) in self._beats.copy().items() if looks >= self._silence_s]
+        return " ".join(self._hosts[name] for name in silent if name in self._hosts)
+
+    def _read_state(self) -> Any:
+        """Return the state of the rendezvous, as torch's agents store it."""
+        state = self._backend.get_state()
+        assert state is not None  # this host has met others
+        return pickle.loads(state[0])
 
     def _start_anew(self) -> NoReturn:
         """End the ranks of this host, and replace this process by a new launcher, which waits for the store."""
