@@ -13,6 +13,7 @@ Variants, which can be combined:
   it needs the sums of the features by id, and no tiles.
 * negatives: further columns, which only the log-sum-exps of rows include. Those that belong to one row are products of
   this rank, joined by logaddexp.
+* same_side=True: both log-sum-exps of pair i include <x_i, x_j> and <y_i, y_j> of the other pairs j.
 * symmetric=False: rows only, `1/B sum_i`. weights: a factor of both terms of a pair.
 
 The reduction contract: data-parallel engines average parameter gradients over ranks. So the backward pass of each rank
@@ -71,9 +72,9 @@ class ClipLoss(SummedLoss):
     def plain_sums(self, inputs: LossInputs, *, way: Way) -> LossAndSums:
         x, y, alpha = inputs.x, inputs.y, working_scalar(inputs.logit_scale, inputs.x)
         forward = _forward_pass(inputs, alpha, self.settings, way)
-        dx, dy, d_negatives = _backward_pass(inputs, alpha, forward, self.settings, way)
+        dx, dy, d_negatives, missing = _backward_pass(inputs, alpha, forward, self.settings, way)
         _, dots = finish_gradient(dx, x, y, forward.pull, alpha)
-        loss, d_alpha = _means_over_ranks(forward.loss, dots.sum(), way=way)
+        loss, d_alpha = _means_over_ranks(forward.loss, dots.sum() + missing, way=way)
         return LossAndSums(loss, dx, dy, forward.pull, alpha, d_alpha, torch.zeros_like(alpha), d_negatives)
 
 
@@ -110,6 +111,14 @@ def _forward_pass(inputs: LossInputs, alpha: Tensor, settings: ClipLossSettings,
     y_all = gather_columns(y, way)
     row_lse, col_lse = distributed_stats(x, y, alpha, alpha, way=way, y_all=y_all, ids=_masked_ids(inputs, settings))
     shift, from_positives = None, None
+    for side in (x, y) if settings.same_side else ():
+        arguments: dict[str, Any] = {
+            "way": way,
+            "y_all": gather_columns(side, way),
+            "ids": _masked_ids(inputs, settings),
+        }
+        lse, _ = distributed_stats(side, side, alpha, alpha, **arguments)
+        row_lse, col_lse = torch.logaddexp(row_lse, lse), torch.logaddexp(col_lse, lse)
     if inputs.negatives is not None:
         lse, shift = negatives.log_sum_exp(inputs, alpha, way)
         row_lse = torch.logaddexp(row_lse, lse)
@@ -142,8 +151,12 @@ def _from_positives(inputs: LossInputs, weights: float | Tensor, way: Way, y_all
 
 def _backward_pass(
     inputs: LossInputs, alpha: Tensor, forward: _Forward, settings: ClipLossSettings, way: Way
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sums over the negatives dx, dy (b, D) and d_negatives, without factor alpha."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the sums over the negatives dx, dy (b, D) and d_negatives, without factor alpha.
+
+    The fourth result is what `sum_i <x_i, dL/dx_i>` lacks of `alpha * dL/d(alpha)`, without factor alpha. It is 0 if
+    every logit has one factor x.
+    """
     weights = _weights(inputs, settings)  # alpha is multiplied in after the sums
     row_weight, col_weight = (alpha.new_full((2,), weights) if isinstance(weights, float) else weights).unbind()
     row_full, col_full = forward.full_2b
@@ -151,13 +164,21 @@ def _backward_pass(
     col = Terms(scale=alpha, shift=col_full, weight=col_weight)
     ids = _masked_ids(inputs, settings)
     found = distributed_grads(inputs.x, inputs.y, row, col, way=way, y_all=forward.y_all, ids=ids)
-    dx, dy, d_negatives = found.dx, found.dy, alpha.new_empty(0)
+    dx, dy, d_negatives, missing = found.dx, found.dy, alpha.new_empty(0), torch.zeros_like(alpha)
+    if settings.same_side:
+        sides = []
+        for side, sign in ((inputs.x, -1), (inputs.y, 1)):
+            # Pair i is row i and column i: the terms of both of its log-sum-exps meet in dx + dy.
+            found = distributed_grads(side, side, row, col, way=way, y_all=None, ids=ids)
+            missing = missing + sign * (side.to(alpha.dtype) * found.dx).sum()
+            sides.append(found.dx + found.dy)
+        dx, dy = dx + sides[0], dy + sides[1]
     if forward.shift is not None:
         more, d_negatives = negatives.softmax_gradients(inputs, alpha, row_full, row_weight, forward.shift, way)
         dx = dx + more
     if forward.from_positives_2bd is not None:
         dx, dy = dx + forward.from_positives_2bd[0], dy + forward.from_positives_2bd[1]
-    return dx, dy, d_negatives
+    return dx, dy, d_negatives, missing
 
 
 def _means_over_ranks(*values: Tensor, way: Way) -> tuple[Tensor, ...]:
@@ -186,10 +207,10 @@ class _InfoNCE(torch.autograd.Function):
         count = len(LossInputs._fields)
         inputs, kept = LossInputs(*ctx.saved_tensors[:count]), _Forward(d_loss, *ctx.saved_tensors[count:])
         x, y, alpha = inputs.x, inputs.y, working_scalar(inputs.logit_scale, inputs.x)
-        dx, dy, d_negatives = _backward_pass(inputs, alpha, kept, ctx.settings, ctx.way)
+        dx, dy, d_negatives, missing = _backward_pass(inputs, alpha, kept, ctx.settings, ctx.way)
         # L is a function of alpha*x, so alpha * dL/d(alpha) = sum_i <x_i, dL/dx_i>. The dots lack this factor alpha.
         dx, dy, dots = finish_gradients(dx, dy, x, y, kept.pull, alpha, d_loss)
-        (d_alpha,) = _means_over_ranks(dots.sum(), way=ctx.way)
+        (d_alpha,) = _means_over_ranks(dots.sum() + missing, way=ctx.way)
         d_scale = gradient_of_scalar(d_alpha * d_loss, inputs.logit_scale)
         if inputs.negatives is not None:
             d_negatives = (d_negatives * (alpha * d_loss)).to(inputs.negatives.dtype)

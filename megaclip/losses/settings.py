@@ -154,3 +154,8 @@ class ClipLossSettings(BatchLossSettings):
 
     symmetric: bool = True
     """True: mean of both directions. False: only from images to texts, or from queries to documents."""
+
+    same_side: bool = False
+    """Contrast pairs within each side too: the denominators of pair i include the images of the other pairs with image
+    i, and their texts with text i, as queries and documents in Qwen3 Embedding (arXiv:2506.05176). This triples the
+    products and the traffic of the loss."""

@@ -32,12 +32,13 @@ class Case(NamedTuple):
     """"none", "shared" or "private", with a further "ids" if the negatives have ids."""
     symmetric: bool
     weighted: bool
+    same_side: bool
     payload: str = "auto"
 
     @property
     def is_possible(self) -> bool:
         return (self.ids != "ignore" or "ids" not in self.negatives) and (
-            self.kind is ClipLoss or (self.symmetric and not self.weighted)
+            self.kind is ClipLoss or (self.symmetric and not self.weighted and not self.same_side)
         )
 
 
@@ -50,6 +51,7 @@ CASES = [
         ("ignore", "mask", "positive"),
         ("none", "shared", "shared ids", "private", "private ids"),
         (True, False),
+        (False, True),
         (False, True),
         possible=lambda row: Case(*row).is_possible,
     )
@@ -113,10 +115,13 @@ def oracle(case: Case, batch: Batch, scalars: list[Tensor]) -> list[Tensor]:
     else:
         kept = logits.masked_fill(masked, -torch.inf)
         targets = positives.double() / positives.sum(1, keepdim=True) * logits
-        row = torch.logsumexp(torch.cat([kept, others.masked_fill(left_out, -torch.inf)], dim=1), dim=1) - targets.sum(
-            1
-        )
+        wide = torch.cat([kept, others.masked_fill(left_out, -torch.inf)], dim=1)
+        row = torch.logsumexp(wide, dim=1) - targets.sum(1)
         column = torch.logsumexp(kept, dim=0) - targets.sum(0)
+        if case.same_side:
+            sides = [(alpha * side @ side.T).masked_fill(masked | own, -torch.inf) for side in (x, y)]
+            row = torch.logsumexp(torch.cat([wide, *sides], dim=1), dim=1) - targets.sum(1)
+            column = torch.logsumexp(torch.cat([kept.T, *sides], dim=1), dim=1) - targets.sum(0)
         per_pair = (row + column) / 2 if case.symmetric else row
         loss = (per_pair * batch.weights if case.weighted else per_pair).mean()
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
@@ -146,7 +151,7 @@ def differences(case: Case, dtype: torch.dtype, local: int, compile_: bool = Fal
         given["weights"] = batch.weights[mine]
     settings = {"exchange": case.exchange, "reduction": case.reduction, "ids": case.ids, "payload": case.payload}
     if case.kind is ClipLoss:
-        settings["symmetric"] = case.symmetric
+        settings |= {"symmetric": case.symmetric, "same_side": case.same_side}
     function = case.kind(**settings, tile_budget_mib=0.002)
     with torch.no_grad():
         value = function(x, y, *numbers, **given)
@@ -172,9 +177,9 @@ def differences(case: Case, dtype: torch.dtype, local: int, compile_: bool = Fal
 def check_cases() -> list[str]:
     found = [problem for case in CASES for problem in differences(case, torch.float64, 6)]
     for case in (
-        Case(ClipLoss, "ring", "feature", "mask", "shared ids", True, False),
-        Case(ClipLoss, "all_gather", "scalar", "positive", "private ids", False, True),
-        Case(SigLipLoss, "ring", "scalar", "positive", "shared ids", True, False),
+        Case(ClipLoss, "ring", "feature", "mask", "shared ids", True, False, True),
+        Case(ClipLoss, "all_gather", "scalar", "positive", "private ids", False, True, False),
+        Case(SigLipLoss, "ring", "scalar", "positive", "shared ids", True, False, False),
     ):
         found += differences(case, torch.bfloat16, 5)
         found += differences(case, torch.float64, 1)
