@@ -15,8 +15,8 @@ from megaclip.data.tables import Table
 def held_out_rows(source: Source, fraction: float) -> np.ndarray:
     """Return which rows are held out, (len,) bool: by a hash of the image path, or else of the row number."""
     paths = source.image_paths() if isinstance(source, Table) else None
-    keys = map(str, paths or range(len(source)))
-    hashes = np.fromiter((zlib.crc32(key.encode()) for key in keys), np.int64, len(source))
+    keys = (str(row).encode() for row in range(len(source))) if paths is None else paths
+    hashes = np.fromiter(map(zlib.crc32, keys), np.int64, len(source))
     return hashes < fraction * 2**32
 
 

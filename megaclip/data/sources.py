@@ -169,6 +169,8 @@ def open_pairs(
         raise DataError("no data was given; give at least one pattern, folder or hf:NAME")
     if dataset_type not in DATASET_TYPES:
         raise DataError(f"--dataset-type is {dataset_type!r}; use one of {', '.join(DATASET_TYPES)}")
+    if image_root is not None and not os.path.isdir(image_root):
+        raise DataError(f"--image-root {image_root!r} is not a folder; give the folder of the images")
     id_column = None if id_key in ("caption", "image") else id_key
     sources = [_open_readable(spec, dataset_type, image_key, caption_key, image_root, id_column) for spec in specs]
     for spec, source in zip(specs, sources, strict=True):

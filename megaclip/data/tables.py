@@ -132,24 +132,24 @@ class Table:
         """Checksum of the captions in order, and of the image paths if the table holds paths."""
         if self._checksum:
             return self._checksum
-        digest = hashlib.sha256()
-        for batch in (self._rows if self._has_paths else self._only_captions).iter(batch_size=10_000):
-            digest.update(repr(batch).encode(errors="replace"))
+        digest, rows = hashlib.sha256(), self._only_captions if self.image_paths() is None else self._rows
+        for part in rows.with_format("arrow").iter(batch_size=10_000):
+            for batch in part.combine_chunks().to_batches():
+                digest.update(batch.serialize())
         return digest.hexdigest()[:16]
 
-    @property
-    def _has_paths(self) -> bool:
-        return getattr(self._rows.features[self._image], "dtype", "") == "string"
-
-    def image_paths(self) -> list[str | None] | None:
+    def image_paths(self) -> list[bytes] | None:
         """Return the image path of every row, or None if the table holds the images themselves."""
-        return list(self._rows[self._image]) if self._has_paths else None
+        if getattr(self._rows.features[self._image], "dtype", "") not in ("string", "large_string"):
+            return None
+        parts = self._rows.select_columns([self._image]).with_format("arrow").iter(batch_size=10_000)
+        return [cell or b"" for part in parts for cell in part.column(0).cast("binary").to_pylist()]
 
     def leave_out_unnamed(self, folder: str) -> None:
         """Account for the pictures in `folder` that no row names."""
         named = set[str]()
-        for row, path in enumerate(self.image_paths() or ()):
-            named.add(os.path.realpath(os.path.join(self._folder(row) or ".", path or "")))
+        for row, cell in enumerate(self.image_paths() or ()):
+            named.add(os.path.realpath(os.path.join(self._folder(row) or ".", os.fsdecode(cell))))
         for place, names in walk_folder(folder):
             for name in names:
                 path = os.path.join(place, name)

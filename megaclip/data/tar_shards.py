@@ -28,7 +28,7 @@ from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.captions import JSON, TEXT_FILES, CaptionKeys, check_fields, json_record, text_fields
 from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.index import open_index, reading
-from megaclip.data.source import Account, check_size, counted
+from megaclip.data.source import UNREADABLE, Account, check_size, counted
 from megaclip.data.tar_walk import ENTRY, MISSING, ShardContents, walk_shard
 from megaclip.errors import DataError
 from megaclip.logging import get_logger
@@ -188,6 +188,8 @@ class TarShards:
     def _other_members(self, what: str) -> str:
         """Return advice on members that may hold the image or the caption, or "" if there are none."""
         found = {extension: number for number, shard in enumerate(self.shards) for extension in shard["others"]}
+        if what == "image" and (unreadable := self.account.left_out.get(UNREADABLE)):
+            return f"; {unreadable[0]} members have {UNREADABLE}, first {unreadable[2]!r}"
         if not found or not self._caption_keys.flag:
             return ""
         if what == "caption" and JSON in found:

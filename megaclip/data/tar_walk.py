@@ -83,6 +83,7 @@ def walk_shard(
     rest: dict[bytes, dict[str, tuple[int, int]]] = {}
     wanted = {*image_extensions, *caption_extensions}
     others: dict[str, tuple[int, int]] = {}
+    links: list[tuple[bytes, bytes, str]] = []
     account, damage = Account("members"), ""
     with open(path, "rb") as file:
         try:
@@ -90,7 +91,7 @@ def walk_shard(
                 key, extension = _split_name(name)
                 group = samples if extension in wanted else rest
                 if offset == MISSING:
-                    account.leave_out(LINK, _shown(name), lost=extension in image_extensions)
+                    links.append((name, key, extension))
                 elif extension in group.setdefault(key, {}):
                     account.leave_out(REPEATED, _shown(name), lost=extension in image_extensions)
                 else:
@@ -123,6 +124,8 @@ def walk_shard(
                     is_sample = key in samples  # its missing image makes it a bad sample
                     reason = OTHER if kind == "no image" else UNREADABLE
                     account.leave_out(reason, _shown(name), lost=reason == UNREADABLE and not is_sample)
+    for name, key, extension in links:  # beside a caption, the missing image makes a bad sample
+        account.leave_out(LINK, _shown(name), lost=extension in image_extensions and key not in samples)
     rows, images, captions = [], Counter[str](), Counter[str]()
     absent = (0, MISSING)
     for key, members in samples.items():

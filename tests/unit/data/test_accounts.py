@@ -141,6 +141,8 @@ def test_the_sum_over_the_files_of_a_folder(files):
         ({"b.jpg": "jpeg", "b.txt": "text", "b.1.jpg": "jpeg", "b.1.txt": "text"}, 1, 1, "a dot before"),
         ({"b.jpg": "jpeg", "b.txt": "text", "b.seg.png": "jpeg"}, 1, 0, "neither an image"),
         ({"a.orig": "jpeg", "a.txt": "text"}, 1, 0, ""),
+        # a bad sample without an image
+        ({"a.heic": "heic", "a.txt": "text", "b.jpg": "jpeg", "b.txt": "text"}, 2, 0, "format that is not read"),
         ({"a.avif": "avif", "a.txt": "text"}, 1, 0, ""),
         ({"a.jpg": "jpeg", "a.txt": "text", "b.heic": "heic"}, 1, 1, "format that is not read"),
     ],
@@ -223,6 +225,12 @@ def test_lines_that_were_joined_by_tabs_are_all_read_or_refused(texts):
         assert len(dataset) == len(texts)
         for number, text in enumerate(texts):
             assert dataset.caption(number) in (text, text.strip('"'))
+
+
+def test_shards_of_images_that_are_not_read_say_so(tmp_path):
+    write_members(tmp_path / "0.tar", {"a.heic": "heic", "a.txt": "text"}, [], [])
+    with pytest.raises(DataError, match=r"1 members have an image format that is not read \(convert them to JPEG\)"):
+        open_pairs([str(tmp_path / "0.tar")])
 
 
 def test_the_account_is_kept_in_the_index(tmp_path):

@@ -1,6 +1,7 @@
 """Sources: every file format yields equal pairs; file patterns, mixtures, and manifests that detect changed data."""
 
 import csv
+import datetime
 import errno
 import json
 import logging
@@ -235,6 +236,8 @@ def test_the_folder_of_the_images_of_a_table(tmp_path):
         assert images(open_pairs([str(tmp_path / name)])) == [picture(0)]
         dataset = open_pairs([str(tmp_path / name)], image_root=str(tmp_path / "pictures"))
         assert images(dataset) == [picture(1)]
+    with pytest.raises(DataError, match=r"--image-root '.*/no' is not a folder; give"):
+        open_pairs([str(tmp_path / "pairs.csv")], image_root=str(tmp_path / "no"))
     (tmp_path / "pictures" / "0.png").unlink()
     with pytest.raises(BadSample, match=r"missing image: .*0\.png' is not a file; --image-root"):
         dataset.read(0)
@@ -379,6 +382,24 @@ def test_cells_that_are_no_text(tmp_path, cells, expected):
         except BadSample as bad:
             found.append(str(bad))
     assert found == expected
+    assert open_pairs([str(tmp_path / "pairs.parquet")]).manifest() == dataset.manifest()
+
+
+@pytest.mark.parametrize(("column", "kind"), [([datetime.date(2021, 3, 1)], "date32"), ([True], "bool")])
+def test_captions_whose_text_is_not_known_are_refused(tmp_path, column, kind):
+    parquet.write_table(pyarrow.table({"image": ["0.png"], "caption": column}), tmp_path / "pairs.parquet")
+    with pytest.raises(DataError, match=rf"the captions in column caption are of type {kind}.*; store them as text"):
+        open_pairs([str(tmp_path / "pairs.parquet")])
+
+
+def test_tables_whose_text_is_not_utf_8_can_be_described(tmp_path):
+    """Only the rows with such text are bad samples."""
+    texts = pyarrow.array([b"a", b"gr\xfcn"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"image": texts, "caption": texts}), tmp_path / "pairs.parquet")
+    dataset = open_pairs([str(tmp_path / "pairs.parquet")])
+    assert dataset.manifest() and dataset.columns == [{"image": "image", "caption": "caption"}]
+    with pytest.raises(BadSample, match="not UTF-8"):
+        dataset.read(1)
 
 
 def test_numbers_of_classes_are_read_as_their_names(tmp_path):
