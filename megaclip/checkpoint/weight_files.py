@@ -4,8 +4,7 @@ A file is recognised by its first bytes, not by its name, and its content by the
 read is named, with what to do. `open_clip_weights` finds the file, and `models.weights` fits the tensors to a model.
 """
 
-import io
-import pickle
+import pickletools
 import re
 import zipfile
 from pathlib import Path
@@ -46,9 +45,6 @@ _FOREIGN_NAMES = {
 }
 _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Parts of names that torch.compile, FSDP and activation checkpointing insert."""
-_STORAGES = {"DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16}
-_STORAGES |= {"BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32}
-_STORAGES |= {"BoolStorage": torch.bool}
 _SETTINGS = (
     "argparse.Namespace",
     "pathlib.PosixPath",
@@ -137,15 +133,29 @@ def _archived(path: Path) -> dict[str, Any]:
             root = next((name.removesuffix("data.pkl") for name in names if name.endswith("/data.pkl")), None)
             if root is None:
                 raise CheckpointError(f"{path} {_UNPACK} (it has {names[0] if names else 'nothing'})")
-            if f"{root}constants.pkl" in names:
-                return _ScriptReader(archive, root).state_dict()
+            pickled = archive.read(f"{root}data.pkl") if f"{root}constants.pkl" in names else None
+        return _saved(path) if pickled is None else _scripted(path, pickled)
     except (zipfile.BadZipFile, OSError) as error:
         raise CheckpointError(f"{path} {_AGAIN} ({first_line(error)})") from None
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can cause any exception
         raise CheckpointError(f"{path}, a TorchScript archive, {_AGAIN} ({first_line(error)})") from None
-    return _saved(path)
+
+
+def _scripted(path: Path, pickled: bytes) -> StateDict:
+    """Return the tensors of a TorchScript archive, with PyTorch's reader of files of torch.save.
+
+    torch.jit.load would build the archive's functions. Here its own classes become `_Inert` objects.
+
+    pickled: the archive's data.pkl.
+    """
+    used = {str(name).replace(" ", ".") for code, name, _ in pickletools.genops(pickled) if code.name == "GLOBAL"}
+    own = [(_Inert, name) for name in used if name.startswith(("__torch__.", "torch.jit._pickle."))]
+    serialization: Any = torch.serialization
+    with serialization.safe_globals(own), serialization._open_zipfile_reader(str(path)) as archive:
+        module = serialization._load(archive, "cpu", torch._weights_only_unpickler)
+    return module.tensors() if isinstance(module, _Inert) else {}
 
 
 class _Inert:
@@ -166,49 +176,6 @@ class _Inert:
             elif isinstance(value, torch.Tensor):
                 found[f"{prefix}{name}"] = value
         return found
-
-
-class _ScriptReader(pickle.Unpickler):
-    """Reader of the tensors of a TorchScript archive, as torch.jit.save writes it.
-
-    torch.jit.load would build the archive's functions. Here every class of it becomes a `_Inert`, which only keeps
-    attributes, and the pickle can call nothing except `_tensor`, dict and list.
-    """
-
-    def __init__(self, archive: zipfile.ZipFile, root: str) -> None:
-        super().__init__(io.BytesIO(archive.read(f"{root}data.pkl")))
-        self._archive, self._root = archive, root
-
-    def state_dict(self) -> StateDict:
-        """Return the tensors of the archive's module."""
-        module = self.load()
-        return module.tensors() if isinstance(module, _Inert) else {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a class or function of the pickle."""
-        if module.partition(".")[0] == "__torch__":
-            return _Inert
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        allowed = {("torch._utils", "_rebuild_tensor_v2"): _tensor, ("collections", "OrderedDict"): dict}
-        if module == "torch.jit._pickle":
-            return lambda items, *_: items
-        if (module, name) not in allowed:
-            raise pickle.UnpicklingError(f"it uses {module}.{name}")
-        return allowed[module, name]
-
-    def persistent_load(self, pid: Any) -> torch.Tensor:
-        """Return the elements of a storage, on the CPU."""
-        _, dtype, key, _, _ = pid
-        member = self._archive.getinfo(f"{self._root}data/{key}")
-        if member.compress_type != zipfile.ZIP_STORED:
-            raise pickle.UnpicklingError("its tensors are compressed")
-        content = bytearray(self._archive.read(member))
-        return torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
-
-
-def _tensor(storage: torch.Tensor, offset: int, size: Any, stride: Any, *_: Any) -> torch.Tensor:
-    return storage.as_strided(size, stride, offset)
 
 
 def _state_dict(content: dict[str, Any], path: Path) -> dict[str, Any]:

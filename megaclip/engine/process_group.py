@@ -9,6 +9,7 @@ import re
 import socket
 import time
 import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -115,8 +116,8 @@ def connect(limit_s: float) -> TCPStore:
             ) from None
         if port == 0:
             return listening
-    patience, deadline = _Patience(), time.monotonic() + limit_s
-    while True:
+    deadline = time.monotonic() + limit_s
+    for is_due in _pauses():
         try:  # PyTorch would print its own stacks
             socket.create_connection((address, port), timeout=_REPORT_S).close()
             return TCPStore(address, port, **options)
@@ -127,8 +128,9 @@ def connect(limit_s: float) -> TCPStore:
                 f"cannot reach the first rank, {reason}; open the firewall between the hosts, or pass an address of "
                 "the first host to the launcher"
             )
-        if patience.wait():
+        if is_due:
             logger.warning("waiting for the first rank, %s", reason)
+    raise AssertionError("the loop has no end")
 
 
 def meet_all_ranks(limit_s: float) -> TCPStore:
@@ -140,7 +142,7 @@ def meet_all_ranks(limit_s: float) -> TCPStore:
         MegaclipError: a rank has not come within `limit_s` seconds, or another rank has raised an error here.
     """
     rank, ranks = rank_from_environment(), int(os.environ["WORLD_SIZE"])
-    store, deadline, patience = connect(limit_s), time.monotonic() + limit_s, _Patience()
+    store, deadline = connect(limit_s), time.monotonic() + limit_s
     # Hosts count their own restarts. Only torchrun's store, which requires equal counts, outlives an attempt.
     outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = f"megaclip/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0) if outlives else 0}"
@@ -163,7 +165,9 @@ def meet_all_ranks(limit_s: float) -> TCPStore:
             fail(ConfigError(f"WORLD_SIZE is {ranks} on rank {rank}, but {size} on another one; set the same on all"))
     store.set(f"{come}/{rank}", "")
     store.add(come, 1)
-    while store.add(come, 0) < ranks:
+    for is_due in _pauses():
+        if store.add(come, 0) >= ranks:
+            break
         if store.check([failed]):
             raise MegaclipError(store.get(failed).decode())
         if time.monotonic() >= deadline:
@@ -173,24 +177,20 @@ def meet_all_ranks(limit_s: float) -> TCPStore:
                     "their launchers, or set DEEPSPEED_TIMEOUT to more minutes"
                 )
             )
-        if patience.wait() and (missing := absent()):
+        if is_due and (missing := absent()):
             logger.warning("waiting for %s", missing)
     return store
 
 
-class _Patience:
-    """Pauses of a waiting rank, short at first, and the times at which the first rank of each host reports."""
-
-    def __init__(self) -> None:
-        self._pause_s, self._reported = 0.02, time.monotonic()
-
-    def wait(self) -> bool:
-        """Sleep; return whether a report is due."""
-        time.sleep(self._pause_s)
-        self._pause_s = min(0.5, 1.5 * self._pause_s)
-        is_due = time.monotonic() >= self._reported + _REPORT_S
-        self._reported += _REPORT_S * is_due
-        return is_due and local_rank_from_environment() == 0
+def _pauses() -> Iterator[bool]:
+    """Sleep between two iterations, shortly at first; yield whether this rank, the first of its host, is to report."""
+    pause_s, reported = 0.02, time.monotonic()
+    while True:
+        is_due = time.monotonic() >= reported + _REPORT_S
+        reported += _REPORT_S * is_due
+        yield is_due and local_rank_from_environment() == 0
+        time.sleep(pause_s)
+        pause_s = min(0.5, 1.5 * pause_s)
 
 
 def architectures(requested: str, capability: tuple[int, int]) -> str:
