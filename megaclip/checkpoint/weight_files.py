@@ -70,8 +70,6 @@ def read_tensors_of(path: Path, *, quick_gelu: bool = True) -> StateDict:
         CheckpointError: the file cannot be read, or holds something else.
     """
     content = _content(path)
-    if not all(isinstance(name, str) for name in content):
-        raise CheckpointError(f"{path} holds no state dict: its keys are not names")
     found = _unwrapped(_state_dict(content, path), path)
     if _OPENAI in found and not quick_gelu:
         logger.warning("%s has the entries of OpenAI's weights, which require a -quickgelu model", path)
@@ -181,19 +179,25 @@ class _Inert:
 def _state_dict(content: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the dictionary of tensors: `content`, or the entry that holds it."""
     for _ in range(3):  # programs save at most so many dictionaries in each other
-        if any(isinstance(value, torch.Tensor) for value in content.values()):
-            return content
-        entries = [name for name in _ENTRIES if isinstance(content.get(name), dict) and content[name]]
+        entries = [name for name in _ENTRIES if _may_hold_tensors(content.get(name))]
         if not entries:
             break
         content = content[entries[0]]
         if entries[1:]:
             logger.warning("%s: reading the entry %r; not reading %s", path, entries[0], ", ".join(entries[1:]))
+    if any(isinstance(value, torch.Tensor) for value in content.values()):
+        if not all(isinstance(name, str) for name in content):
+            raise CheckpointError(f"{path} holds no state dict: its keys are not names")
+        return content
     names = ", ".join(map(str, list(content)[:5]))
     raise CheckpointError(
         f"{path} holds no state dict; expected names and tensors, at the top level or under one of "
         f"{', '.join(_ENTRIES)}; it has {names or 'nothing'}"
     )
+
+
+def _may_hold_tensors(entry: Any) -> bool:
+    return isinstance(entry, dict) and any(isinstance(value, torch.Tensor | dict) for value in entry.values())
 
 
 def _unwrapped(tensors: dict[str, Any], path: Path) -> dict[str, Any]:

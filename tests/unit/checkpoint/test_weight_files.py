@@ -76,6 +76,8 @@ READ: dict[str, Save] = {
     "model": saved(lambda tensors: {"model": tensors, "epoch": 3}),
     "module of DeepSpeed": saved(lambda tensors: {"module": tensors, "ds_version": "0.19", "optimizer": None}),
     "state_dict_ema": saved(lambda tensors: {"state_dict": zeros(tensors), "state_dict_ema": tensors}),
+    "beside a tensor": saved(lambda tensors: {"state_dict": tensors, "best": torch.ones(())}),
+    "an average without names": saved(lambda tensors: {"model": tensors, "model_ema": {"decay": 0.9, "shadow": [1]}}),
     "two dictionaries": saved(lambda tensors: {"state_dict": {"model": tensors}}),
     "settings of the program": saved(lambda tensors: {"state_dict": tensors, **NAMESPACE}),
     "clip.": renamed("clip.{}".format),
@@ -138,7 +140,7 @@ REFUSED = {
     ),
     "ZeRO-3": (pickled({"module": {"visual.proj": torch.empty(0)}}), r"zero_to_fp32\.py"),
     "torch named": (pickled(ONE), "is a file of torch.save; rename it"),
-    "numbers as names": (pickled({1: torch.ones(2)}), "its keys are not names"),
+    "numbers as names": (pickled({"state_dict": {1: torch.ones(2)}}), "its keys are not names"),
 }
 
 
