@@ -17,6 +17,7 @@ import functools
 import importlib.util
 import io
 import math
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -157,6 +158,11 @@ def _constants(
     """
     channels = (torch.tensor(values, device=device).view(3, 1, 1) for values in (mean, std))
     return *channels, torch.full((1,), 255.0, device=device)
+
+
+def is_image_name(name: str) -> bool:
+    """Return whether a file name has the extension of an image and is not hidden."""
+    return os.path.splitext(name)[1].lower().removeprefix(".") in IMAGE_EXTENSIONS and not name.startswith(".")
 
 
 def image_kind(head: bytes) -> str:

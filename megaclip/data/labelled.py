@@ -16,7 +16,7 @@ from pathlib import Path
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.captions import CaptionKeys
 from megaclip.data.image_folder import file_kind, walk_folder
-from megaclip.data.images import IMAGE_EXTENSIONS
+from megaclip.data.images import is_image_name
 from megaclip.data.source import HIDDEN, OTHER, UNREADABLE, Account, read_file
 from megaclip.data.tar_shards import TarShards
 from megaclip.errors import DataError, os_reason
@@ -72,7 +72,7 @@ class _ImageFolder:
         """False if another program might sort the classes in another order."""
         self.classes = by_number if self.is_by_number else names
         files = [entry.name for entry in entries if entry.is_file()]
-        self.beside = [name for name in files if _is_image(name) or file_kind(str(folder / name)) != "no image"]
+        self.beside = [name for name in files if is_image_name(name) or file_kind(str(folder / name)) != "no image"]
         """Names of the images outside of the class folders."""
         self.tops: dict[str, str] = {}
         """Folders that hold images and are not inside another one, by their path inside of the folder of their class.
@@ -89,7 +89,7 @@ class _ImageFolder:
     def _is_image(self, place: str, name: str) -> bool:
         """Return whether a file of a class is an image, by its extension or its content, and account for it."""
         path = os.path.join(place, name)
-        kind = "readable" if _is_image(name) else "hidden" if name[0] == "." else file_kind(path)
+        kind = "readable" if is_image_name(name) else "hidden" if name[0] == "." else file_kind(path)
         if kind == "readable":
             self.account.in_samples += 1
         else:
@@ -133,10 +133,6 @@ def open_labelled(path: str | Path, *, max_bad_fraction: float | None = None) ->
     _warn_of_equal_names(folder, dataset.class_names)
     dataset.account.report(f"zero-shot data {str(path)!r}", len(dataset), max_bad_fraction)
     return dataset
-
-
-def _is_image(name: str) -> bool:
-    return os.path.splitext(name)[1].lower().lstrip(".") in IMAGE_EXTENSIONS and name[0] != "."
 
 
 def _parts(name: str) -> list[str | int]:

@@ -101,7 +101,7 @@ class TrainLoader:
             self._has_told = True
             _logger.warning(
                 "%d images of a micro-batch of %d are equal to others of it: each is a negative of its own caption. "
-                "`megaclip inspect` counts them; a list of captions per image avoids them (`megaclip show data`)",
+                "Give an image a list of captions, or set --id-key image and megaclip.same_ids (`megaclip show data`)",
                 loaded.repeated_images,
                 self._micro_batch_size,
             )

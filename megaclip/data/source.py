@@ -86,8 +86,9 @@ class Account:
     def sum(self) -> str:
         """Return the sum in one line: parts seen = parts in samples + parts left out, by reason with an example."""
         return f"{self.seen:,} {self.unit} seen = {self.in_samples:,} in samples" + "".join(
-            f" + {count:,} left out: {reason}, first {shortened(repr(example))}"
-            for reason, (count, _, example) in self.left_out.items()
+            f" + {count:,} left out{f' with {lost:,} possible samples' * bool(lost)}: {reason}, "
+            f"first {shortened(repr(example))}"
+            for reason, (count, lost, example) in sorted(self.left_out.items(), key=lambda item: -item[1][1])
         )
 
     def reason_to_refuse(self, samples: int, limit: float) -> str:

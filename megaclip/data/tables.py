@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.captions import cleaned, decoded
 from megaclip.data.image_folder import walk_folder
-from megaclip.data.images import IMAGE_EXTENSIONS
+from megaclip.data.images import is_image_name
 from megaclip.data.order import runs_of_rows
 from megaclip.data.source import MAX_BYTES, Account, check_size, read_file
 from megaclip.data.text_tables import CAPTION_COLUMNS, IMAGE_COLUMNS, TextTable, find_column, open_text_tables
@@ -153,7 +153,7 @@ class Table:
         for place, names in walk_folder(folder):
             for name in names:
                 path = os.path.join(place, name)
-                if _is_image(name) and os.path.realpath(path) not in named:
+                if is_image_name(name) and os.path.realpath(path) not in named:
                     self.account.seen += 1
                     self.account.leave_out(UNNAMED, path)
 
@@ -235,10 +235,6 @@ class Table:
         if folder is not None and (self._requires_folder or os.path.exists(os.path.join(folder, value))):
             path = os.path.join(folder, value)
         return read_file(path, "image", key, "; --image-root is its folder" if self._requires_folder else where)
-
-
-def _is_image(name: str) -> bool:
-    return os.path.splitext(name)[1].lower().removeprefix(".") in IMAGE_EXTENSIONS and not name.startswith(".")
 
 
 def _text(value: Any, key: str) -> str:
