@@ -77,6 +77,10 @@ def modules_of(engine: Any) -> list[nn.Module]:
             )
         if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
             raise ConfigError("engine is sharded by FullyShardedDataParallel (FSDP1); use fully_shard (FSDP2)")
+        if isinstance(module, DistributedDataParallel) and module.static_graph:
+            raise ConfigError(
+                "engine was wrapped with static_graph=True, which expects one backward pass; leave it out"
+            )
         if isinstance(module, DeepSpeedEngine) and len(modules) > 1:
             raise ConfigError("engine lists several engines with DeepSpeed; put all encoders into one module")
     return modules

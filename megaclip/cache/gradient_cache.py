@@ -8,6 +8,7 @@ Shapes: n samples of this rank, D embedding.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,7 @@ class GradientCache:
         self._modules = modules_of(engine)
         self._engine = passes_of(self._modules)
         self._kept = KeptGraphs(keep)
+        self._encoders: list[Callable[..., Tensor]] = []
         self._forwards = 0
         """Number of forward passes of DeepSpeed's engine."""
         for module in self._modules:
@@ -104,6 +106,7 @@ class GradientCache:
         keys = [*range(len(arguments)), *named]
         values = dict(zip(keys, [*arguments, *named.values()], strict=True))
         encoded = {key: value for key, value in values.items() if isinstance(value, Encoded)}
+        self._encoders = [value.encoder for value in encoded.values()]
         sources = self._sources(list(encoded.values()))
         passes = Passes(sources, self._engine)
         passes.encode()
@@ -122,36 +125,37 @@ class GradientCache:
         for key, source in zip(encoded, sources, strict=True):
             source.set_gradients(gradients[key])
         del leaves, inputs
-        with _kept_statistics(self._modules, [value.encoder for value in encoded.values()]):
+        with self.kept_statistics():
             passes.back_propagate(joined=[(value, gradients[key]) for key, value in joined.items()])
         set_random_state(after_loss)
         self._average_loss_parameters()
         return loss.detach()
 
     def _sources(self, encoded: list[Encoded]) -> list["_EncodedChunks"]:
-        """Divide the inputs. All ranks agree on the numbers of chunks and kept graphs by one exchange of integers."""
+        """Divide the inputs. All ranks agree on the numbers of chunks and of kept graphs by exchanging integers."""
         error: Exception | None = None
         chunks: list[Chunks] = []
         try:
             chunks = [divided(each.inputs, each.chunk, each.tokens, each.split) for each in encoded]
         except Exception as problem:  # kept until every rank knows of it
             error = problem
-        counts = [len(each.inputs) for each in chunks] or [0] * len(encoded)
-        number = self._kept.number([[elements_of(inputs) for inputs in each.inputs] for each in chunks])
-        everyone = gather_integers([int(error is not None), number, *counts], group=self._group)
+        own = [len(each.inputs) for each in chunks] or [0] * len(encoded)
+        everyone = gather_integers([int(error is not None), *own], group=self._group)
         if error is not None:
             raise error
         failed = [rank for rank, (flag, *_) in enumerate(everyone) if flag]
         if failed:
             raise DataError(f"rank {failed[0]} could not divide its inputs into chunks; its error is in its output")
-        number = min(others[1] for others in everyone)
-        sources = []
-        for index, (each, own) in enumerate(zip(encoded, chunks, strict=True)):
-            count = max(others[2 + index] for others in everyone)
-            whole = each.chunk is None and each.tokens is None and each.split is None
-            kept = count if whole else min(number, count)
-            number -= 0 if whole else kept
-            sources.append(_EncodedChunks(index, each, own, count, kept, self))
+        counts = [max(others) for others in list(zip(*everyone, strict=True))[1:]]
+        sources = [
+            _EncodedChunks(*each, self) for each in zip(range(len(encoded)), encoded, chunks, counts, strict=True)
+        ]
+        number = self._kept.number([source.elements() for source in sources])
+        if self._kept.measures:
+            number = min(least for (least,) in gather_integers([number], group=self._group))
+        for source in sources:
+            source.kept = source.count if source.is_whole else min(number, source.count)
+            number -= 0 if source.is_whole else source.kept
         return sources
 
     def encode(self, source: "_EncodedChunks", inputs: Any) -> Tensor:
@@ -176,6 +180,17 @@ class GradientCache:
         output = self.encode(source, inputs)
         self._kept.after_graph(source.index, elements_of(inputs))
         return output
+
+    @contextmanager
+    def kept_statistics(self) -> Iterator[None]:
+        """Restore the running statistics of batch norms after the body, because an earlier pass has updated them."""
+        owners = [*self._modules, *self._encoders, *(getattr(encoder, "__self__", None) for encoder in self._encoders)]
+        parts = {part for owner in owners if isinstance(owner, nn.Module) for part in owner.modules()}
+        norms = [part for part in parts if isinstance(part, nn.modules.batchnorm._NormBase)]
+        statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+        yield
+        for buffer, kept in statistics:
+            buffer.data.copy_(kept)  # through .data, because kept graphs refer to them but never read them
 
     def _count_forward(self, *_: Any) -> None:
         self._forwards += 1
@@ -204,16 +219,19 @@ class _EncodedChunks:
     Chunks beyond this rank's own are blank: its last chunk again, with gradient zero.
     """
 
-    def __init__(
-        self, index: int, encoded: Encoded, chunks: Chunks, count: int, kept: int, cache: GradientCache
-    ) -> None:
-        self.index, self.encoded, self.count, self.kept = index, encoded, count, kept
+    def __init__(self, index: int, encoded: Encoded, chunks: Chunks, count: int, cache: GradientCache) -> None:
+        self.index, self.encoded, self.count, self.kept = index, encoded, count, 0
         self.is_trained = True
+        self.is_whole = encoded.chunk is None and encoded.tokens is None and encoded.split is None
         self._chunks, self._order, self._cache = chunks.inputs, chunks.order, cache
         self._own = len(chunks.inputs)
         self._states: list[Any] = []
         self._features: list[Tensor] = []
         self._gradients: list[Tensor] = []
+
+    def elements(self) -> list[int]:
+        """Return the number of elements of each chunk whose graph need not be kept."""
+        return [] if self.is_whole else [elements_of(inputs) for inputs in self.inputs(again=False)]
 
     def inputs(self, *, again: bool) -> Iterator[Any]:
         for chunk in range(self.kept if again else 0, self.count):
@@ -228,7 +246,8 @@ class _EncodedChunks:
         builds_graph = with_graph or chunk == 0
         if chunk <= 1 or with_graph:
             torch.clear_autocast_cache()
-        with torch.set_grad_enabled(builds_graph):
+        is_blank = chunk >= self._own  # it has changed the running statistics already
+        with torch.set_grad_enabled(builds_graph), self._cache.kept_statistics() if is_blank else nullcontext():
             output = self._cache.measured(self, inputs) if builds_graph else self._cache.encode(self, inputs)
         if chunk == 0:
             self.is_trained = output.requires_grad
@@ -257,22 +276,6 @@ class _EncodedChunks:
         return {self.index: self._gradients[chunk]} if chunk < self._own else {}
 
     def resume(self, chunk: int) -> None: ...
-
-
-class _kept_statistics:
-    """Restore the running statistics of batch norms, which the first encoding has updated already."""
-
-    def __init__(self, modules: list[nn.Module], encoders: list[Callable[..., Tensor]]) -> None:
-        owners = [*modules, *encoders, *(getattr(encoder, "__self__", None) for encoder in encoders)]
-        parts = {part for owner in owners if isinstance(owner, nn.Module) for part in owner.modules()}
-        norms = [part for part in parts if isinstance(part, nn.modules.batchnorm._NormBase)]
-        self._statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None:
-        for buffer, kept in self._statistics:
-            buffer.data.copy_(kept)  # through .data, because kept graphs refer to them but never read them
 
 
 def _has_gradient(value: Any) -> bool:

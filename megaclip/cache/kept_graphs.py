@@ -23,7 +23,7 @@ class KeptGraphs:
 
     def __init__(self, keep: int | str) -> None:
         self._number = ALL if keep == "all" else 0 if isinstance(keep, str) else keep
-        self._measures = keep == "auto" and torch.cuda.is_available()
+        self.measures = keep == "auto" and torch.cuda.is_available()
         self._steps = 0
         self._budget = 0.0
         self._bytes_per_element: dict[int, float] = {}
@@ -32,9 +32,10 @@ class KeptGraphs:
     def number(self, elements: Sequence[Sequence[int]]) -> int:
         """Return the number of graphs that this rank can keep in the next step.
 
-        elements: number of elements of each chunk of each encoder, in the order in which graphs are kept.
+        elements: number of elements of each chunk of each encoder, blank chunks included, in the order in which graphs
+            are kept.
         """
-        if not self._measures:
+        if not self.measures:
             return self._number
         self._steps += 1
         if self._steps <= _MEASURED_STEPS:
@@ -54,11 +55,11 @@ class KeptGraphs:
 
     def before_graph(self) -> None:
         """Start to measure a forward pass that builds a graph."""
-        if self._measures:
+        if self.measures:
             self._allocated = torch.cuda.memory_allocated()
 
     def after_graph(self, encoder: int, elements: int) -> None:
         """Record the bytes of the graph. encoder: its number."""
-        if self._measures:
+        if self.measures:
             measured = (torch.cuda.memory_allocated() - self._allocated) / elements
             self._bytes_per_element[encoder] = max(measured, self._bytes_per_element.get(encoder, 0.0))

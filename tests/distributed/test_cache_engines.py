@@ -7,6 +7,7 @@ chunks of every rank in the same order. PyTorch's engines run in float64, DeepSp
 """
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -265,3 +266,107 @@ def test_a_step_of_many_chunks_reduces_each_gradient_once() -> None:
         assert not isinstance(numbers, str), numbers
         plain, chunked = numbers
         assert plain > 0 and chunked == plain, (name, plain, chunked)
+
+
+BASE = Row("", 2, "two")
+
+
+def ddp(**options: Any) -> tuple[Any, Model]:
+    model = Model(BASE).double()
+    return DistributedDataParallel(model, **options), model
+
+
+def zero(stage: int, *, bf16: bool = False, offload: str = "") -> tuple[Any, Model]:
+    model = Model(BASE)
+    section: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    if offload:
+        section[offload] = {"device": "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": section,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0} if offload else {"lr": 0.0, "torch_adam": True}},
+        "bf16": {"enabled": bf16},
+    }
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0], model
+
+
+def each_encoder(wrap: Callable[[nn.Module], Any]) -> tuple[Any, Model]:
+    """Wrap each encoder. The scale belongs to no engine."""
+    model = Model(BASE).double()
+    engines = [wrap(encoder) for encoder in model.encoders.values()]
+    model.forward = lambda name, x: engines["ab".index(name)](x)
+    return engines, model
+
+
+VARIANTS: dict[str, tuple[Callable[[], tuple[Any, Model]], str, float]] = {
+    "DDP, gradients in buckets": (lambda: ddp(gradient_as_bucket_view=True), "engine", 1e-9),
+    "DDP, unused parameters": (lambda: ddp(find_unused_parameters=True), "engine", 1e-9),
+    "DDP, methods of its module": (ddp, "module", 1e-9),
+    "two DDP modules": (lambda: each_encoder(DistributedDataParallel), "module", 1e-9),
+    "two FSDP2 modules": (lambda: each_encoder(fully_shard), "module", 1e-9),
+    "ZeRO-0, bf16": (lambda: zero(0, bf16=True), "engine", 3e-2),
+    "ZeRO-1, bf16": (lambda: zero(1, bf16=True), "engine", 3e-2),
+    "ZeRO-2, offload": (lambda: zero(2, offload="offload_optimizer"), "engine", 1e-5),
+    "ZeRO-3, offload, bf16": (lambda: zero(3, bf16=True, offload="offload_param"), "scale from the engine", 3e-2),
+}
+REFUSED: dict[str, tuple[Callable[[], tuple[Any, Model]], str, str]] = {
+    "static graph": (lambda: ddp(static_graph=True), "engine", "static_graph=True"),
+    "methods of DeepSpeed's module": (lambda: zero(2), "module", "did not call the DeepSpeed engine"),
+    "partitioned scale": (lambda: zero(3), "engine", r"'logit_scale' was computed from a partitioned parameter"),
+    "samples of one rank": (ddp, "broken", "bad sample|rank 1 could not divide its inputs"),
+}
+
+
+def vary(build: Callable[[], tuple[Any, Model]], calls: str, keep: int) -> dict[str, Tensor]:
+    """Take two steps with a scale that is computed outside the encoders; return the gradients of the last one."""
+    engine, model = build()
+    called = model if calls == "module" else engine
+    dtype = next(model.parameters()).dtype
+    cache = GradientCache(ClipLoss(), engine, keep=keep)
+
+    def split(x: Tensor) -> list[Tensor]:
+        if calls == "broken" and dist.get_rank() == 1:
+            raise ValueError("bad sample")
+        return list(x.split(1 + dist.get_rank()))
+
+    gradients: dict[str, Tensor] = {}
+    for _ in range(2):
+        model.zero_grad()
+        inputs = zip("ab", inputs_of(BASE, dist.get_rank(), dtype), strict=True)
+        encoded = [Encoded(functools.partial(called, name), x, split=split) for name, x in inputs]
+        outside = calls != "scale from the engine"
+        scale = model.log_scale.exp() if outside else Encoded(functools.partial(engine, "scale"))
+        cache.step(*encoded, logit_scale=scale)
+        if isinstance(engine, deepspeed.DeepSpeedEngine):
+            gradients = {name: safe_get_full_grad(p).clone() for name, p in model.named_parameters()}
+            engine.step()
+        else:
+            whole = ((name, p.grad) for name, p in model.named_parameters())
+            gradients = {name: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for name, g in whole}
+    return gradients
+
+
+def vary_all() -> dict[str, Any]:
+    quiet_deepspeed()
+    outcomes = {name: or_traceback(vary, build, calls, 1) for name, (build, calls, _) in VARIANTS.items()}
+    return outcomes | {name: or_traceback(vary, build, calls, 0) for name, (build, calls, _) in REFUSED.items()}
+
+
+@functools.cache
+def variants() -> list[dict[str, Any]]:
+    return run_ranks(vary_all, 2, time_limit_s=240)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_engines_have_the_gradients_of_one_process(name: str) -> None:
+    _, expected = oracle(BASE)
+    for by_name in variants():
+        got = by_name[name]
+        assert not isinstance(got, str), got
+        assert max(float((got[n].double() - g).abs().max()) for n, g in expected.items()) < VARIANTS[name][2]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_an_engine_cannot_do_is_refused_on_every_rank(name: str) -> None:
+    for by_name in variants():
+        assert isinstance(by_name[name], str) and re.search(REFUSED[name][2], by_name[name]), by_name[name]
