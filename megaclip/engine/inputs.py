@@ -178,6 +178,11 @@ def _check_settings(arguments: TrainArguments, section: MegaclipSection, model_c
             "--id-key has no effect with megaclip.same_ids 'ignore'; set same_ids to 'mask' or 'positive', or leave "
             "out --id-key"
         )
+    if section.loss == "clip" and section.same_ids == "positive" and arguments.id_key == "caption":
+        logger.warning(
+            "megaclip.same_ids 'positive' changes nothing for equal captions, because their features are equal; use "
+            "'mask', or an --id-key that images with different captions share"
+        )
     _check_data_offload_dir(arguments, section)
 
 

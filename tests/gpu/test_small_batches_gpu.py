@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -56,6 +57,18 @@ def check_sizes(kind: type, b: int, embedding: int, dtype: torch.dtype, reductio
     assert recordings(plain) == 0 and recordings(copy.deepcopy(loss)) == 0
 
 
+def check_ids(kind: type, meaning: str) -> None:
+    """Check that recordings with ids, which change in every step, have the bits of plain losses."""
+    plain, loss = kind(cuda_graphs=False, ids=meaning, **WAY), kind(ids=meaning, **WAY)
+    for step in range(5):
+        arguments = leaves(63, 70, torch.bfloat16, step)
+        ids = torch.randint(40, (63,), generator=torch.Generator().manual_seed(step)).cuda()
+        expected, found = (results(partial(function, ids=ids), arguments) for function in (plain, loss))
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert torch.equal(one, other), f"{kind.__name__} {meaning}, {step}, {index}"
+        assert recordings(loss) == (step >= 2)
+
+
 def check_limits() -> None:
     """Check that at most two recordings are kept, and that a large batch and the ring are not recorded."""
     loss = ClipLoss(**WAY)
@@ -79,6 +92,8 @@ def check_everything() -> None:
         ):
             torch._dynamo.reset()
             check_sizes(kind, b, embedding, dtype, reduction)
+        for meaning in ("mask", "positive"):
+            check_ids(kind, meaning)
     check_limits()
     gc.collect()
     loss = ClipLoss(exchange="all_gather")
