@@ -52,7 +52,6 @@ def sums_of_equal_ids(
         blocks = (block for _, block in circulate((x, y, ids, *vectors), group=way.ranks, payload=way.payload))
     totals: list[Tensor] = []
     for x_block, y_block, block_ids, *weights in blocks:
-        x_block, y_block = (features.to(accumulation_dtype(x)) for features in (x_block, y_block))
         weighted = [weight[:, None] * block for weight, block in zip(weights, (x_block, y_block), strict=False)]
         parts = segment_sums((x_block, y_block, torch.ones_like(x_block[:, :1]), *weighted), block_ids, ids)
         totals = [total.add_(part) for total, part in zip(totals, parts, strict=True)] if totals else parts
@@ -63,7 +62,7 @@ def sums_of_equal_ids(
 def segment_sums(matrices: Sequence[Tensor], ids: Tensor, wanted: Tensor) -> list[Tensor]:
     """Return the sums of the rows of each matrix (n, D), n >= 1, that have each id of `wanted` (k,): (k, D).
 
-    ids: (n,) int64. An id that no row has gives 0.
+    ids: (n,) int64. An id that no row has gives 0. The sums have the dtype of sums of features.
     """
     ordered, order = ids.sort(stable=True)
     places = torch.searchsorted(ordered, ordered)
@@ -72,5 +71,10 @@ def segment_sums(matrices: Sequence[Tensor], ids: Tensor, wanted: Tensor) -> lis
     lengths = torch.where(places == torch.arange(len(ids), device=ids.device), ends - places, 0)
     found = torch.searchsorted(ordered, wanted).clamp_max(len(ids) - 1)
     missing = (ordered[found] != wanted)[:, None]
-    totals = (torch.segment_reduce(matrix[order], "sum", lengths=lengths, axis=0, unsafe=True) for matrix in matrices)
-    return [total[found].masked_fill_(missing, 0) for total in totals]
+    sums = []
+    for matrix in matrices:
+        rows = matrix[order].to(accumulation_dtype(matrix))
+        totals = torch.segment_reduce(rows, "sum", lengths=lengths, axis=0, unsafe=True)
+        sums.append(totals[found].masked_fill_(missing, 0))
+        del rows, totals  # frees them before those of the next matrix are allocated
+    return sums
