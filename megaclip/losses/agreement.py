@@ -77,8 +77,8 @@ def check_features(
             )
         raise DataError(
             f"the features are {_description(signatures[0])} on rank 0 and {_description(other)} on rank {rank}; "
-            "expected one shape and dtype on all ranks, on CPUs or on accelerators: give every rank the same local "
-            "batch, and drop a shorter last one"
+            "expected one shape and dtype on all ranks, on CPUs or on accelerators, and the same arguments: give every "
+            "rank the same local batch, and drop a shorter last one"
         )
     return max(count for count, *_ in signatures)
 

@@ -132,7 +132,8 @@ def choose_way(
         hides_exchanges: True if a ring's exchanges take no additional time while tiles are computed.
     """
     exchanges, reductions = _open_ways(exchange, reduction)
-    gathered = sizes.world_size * sizes.batch * sizes.embedding * (held_bytes + sizes.sum_bytes)
+    rows = sizes.world_size * (sizes.batch + sizes.negatives)
+    gathered = rows * sizes.embedding * (held_bytes + sizes.sum_bytes)
     if sizes.world_size == 1:  # ranks exchange nothing, and "feature" needs the fewest products
         return Choice(exchanges[0], reductions[0], {}, gathered)
     if exchange == "auto" and gathered > machine.free_bytes / 2:
