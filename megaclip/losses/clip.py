@@ -13,6 +13,8 @@ Variants, which can be combined:
   it needs the sums of the features by id, and no tiles.
 * negatives: further columns, which only the log-sum-exps of rows include. Those that belong to one row are products of
   this rank, joined by logaddexp.
+* margin=m: the log-sum-exp of row i leaves out the columns with s_ij > s_ii + m, and that of column j the rows with
+  s_ij > s_jj + m. The gradient does not count that s_ii moves the limit.
 * same_side=True: both log-sum-exps of pair i include <x_i, x_j> and <y_i, y_j> of the other pairs j.
 * symmetric=False: rows only, `1/B sum_i`. weights: a factor of both terms of a pair.
 
@@ -38,8 +40,8 @@ from megaclip.losses.segments import sums_of_equal_ids
 from megaclip.losses.settings import ClipLossSettings
 from megaclip.losses.sums import DIFFERENTIABLE, LossAndSums, LossInputs, gradient_of_scalar
 from megaclip.losses.way import Way
-from megaclip.ops.rows import finish_gradient, finish_gradients, softmax_pairs
-from megaclip.ops.types import Ids, Terms, accumulation_dtype
+from megaclip.ops.rows import finish_gradient, finish_gradients, paired_products, softmax_pairs
+from megaclip.ops.types import Ids, Limits, Terms, accumulation_dtype
 
 
 class ClipLoss(SummedLoss):
@@ -51,6 +53,9 @@ class ClipLoss(SummedLoss):
     settings_model = ClipLossSettings
     settings: ClipLossSettings
     cost = LOSS_COSTS["clip"]
+
+    def records(self, x: Tensor, way: Way) -> bool:
+        return self.settings.margin is None and super().records(x, way)
 
     def used_bias(self, logit_bias: Tensor | float | None, features: Tensor) -> None:
         return None
@@ -106,21 +111,25 @@ def _masked_ids(inputs: LossInputs, settings: ClipLossSettings) -> Ids | None:
     return (inputs.ids, inputs.ids) if settings.ids == "mask" and inputs.ids is not None else None
 
 
+def _limits(inputs: LossInputs, settings: ClipLossSettings) -> Limits | None:
+    """Return the largest similarities of the rows and of the columns, each (b,)."""
+    if settings.margin is None:
+        return None
+    limit = paired_products(inputs.x, inputs.y) + settings.margin
+    return limit, limit
+
+
 def _forward_pass(inputs: LossInputs, alpha: Tensor, settings: ClipLossSettings, way: Way) -> _Forward:
     x, y, weights = inputs.x, inputs.y, _weights(inputs, settings)
     y_all = gather_columns(y, way)
-    row_lse, col_lse = distributed_stats(x, y, alpha, alpha, way=way, y_all=y_all, ids=_masked_ids(inputs, settings))
+    left_out: dict[str, Any] = {"ids": _masked_ids(inputs, settings), "limits": _limits(inputs, settings)}
+    row_lse, col_lse = distributed_stats(x, y, alpha, alpha, way=way, y_all=y_all, **left_out)
     shift, from_positives = None, None
     for side in (x, y) if settings.same_side else ():
-        arguments: dict[str, Any] = {
-            "way": way,
-            "y_all": gather_columns(side, way),
-            "ids": _masked_ids(inputs, settings),
-        }
-        lse, _ = distributed_stats(side, side, alpha, alpha, **arguments)
+        lse, _ = distributed_stats(side, side, alpha, alpha, way=way, y_all=gather_columns(side, way), **left_out)
         row_lse, col_lse = torch.logaddexp(row_lse, lse), torch.logaddexp(col_lse, lse)
     if inputs.negatives is not None:
-        lse, shift = negatives.log_sum_exp(inputs, alpha, way)
+        lse, shift = negatives.log_sum_exp(inputs, alpha, way, left_out["limits"])
         row_lse = torch.logaddexp(row_lse, lse)
     pairs = softmax_pairs(x, y, row_lse, col_lse, alpha, weights)
     loss = pairs.losses.sum()
@@ -162,19 +171,20 @@ def _backward_pass(
     row_full, col_full = forward.full_2b
     row = Terms(scale=alpha, shift=row_full, weight=row_weight)
     col = Terms(scale=alpha, shift=col_full, weight=col_weight)
-    ids = _masked_ids(inputs, settings)
-    found = distributed_grads(inputs.x, inputs.y, row, col, way=way, y_all=forward.y_all, ids=ids)
+    left_out: dict[str, Any] = {"ids": _masked_ids(inputs, settings), "limits": _limits(inputs, settings)}
+    found = distributed_grads(inputs.x, inputs.y, row, col, way=way, y_all=forward.y_all, **left_out)
     dx, dy, d_negatives, missing = found.dx, found.dy, alpha.new_empty(0), torch.zeros_like(alpha)
     if settings.same_side:
         sides = []
         for side, sign in ((inputs.x, -1), (inputs.y, 1)):
             # Pair i is row i and column i: the terms of both of its log-sum-exps meet in dx + dy.
-            found = distributed_grads(side, side, row, col, way=way, y_all=None, ids=ids)
+            found = distributed_grads(side, side, row, col, way=way, y_all=None, **left_out)
             missing = missing + sign * (side.to(alpha.dtype) * found.dx).sum()
             sides.append(found.dx + found.dy)
         dx, dy = dx + sides[0], dy + sides[1]
     if forward.shift is not None:
-        more, d_negatives = negatives.softmax_gradients(inputs, alpha, row_full, row_weight, forward.shift, way)
+        arguments = (row_full, row_weight, forward.shift, way, left_out["limits"])
+        more, d_negatives = negatives.softmax_gradients(inputs, alpha, *arguments)
         dx = dx + more
     if forward.from_positives_2bd is not None:
         dx, dy = dx + forward.from_positives_2bd[0], dy + forward.from_positives_2bd[1]

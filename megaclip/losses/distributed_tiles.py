@@ -37,7 +37,7 @@ from megaclip.comm.collectives import gather_rows, reduce_scatter_log_sum_exp, r
 from megaclip.comm.ring import Carried, Tensors, circulate
 from megaclip.losses.way import Way
 from megaclip.ops.tiles import tile_grads, tile_sigmoid, tile_stats
-from megaclip.ops.types import Ids, Scalars, Terms
+from megaclip.ops.types import Ids, Limits, Scalars, Terms
 
 
 class BatchGrads(NamedTuple):
@@ -79,6 +79,7 @@ def distributed_stats(
     way: Way,
     y_all: Tensor | None,
     ids: Ids | None = None,
+    limits: Limits | None = None,
     positives: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exp over the whole batch of this rank's rows (b,) and columns (b,), without the positives.
@@ -88,15 +89,16 @@ def distributed_stats(
 
     x, y: local features (b, D). Scales: one value per local row or column (b,), or a number that is equal on all ranks.
     y_all: the result of `gather_columns`. ids: those of the local rows and columns; None excludes positives only.
+    limits: those of the local rows and columns.
     """
     x, y = _as_sent(x, y, way)
-    row_ids, col_ids = ids or (None, None)
-    values = _PerSample((col_scale, col_ids))
+    (row_ids, col_ids), (row_limits, col_limits) = ids or (None, None), limits or (None, None)
+    own, values = (row_ids, row_limits), _PerSample((col_scale, col_ids, col_limits))
     if y_all is None:
-        return _ring_stats(x, y, row_scale, values, way, row_ids, positives)
-    scale_all, ids_all = values.gathered(way)
+        return _ring_stats(x, y, row_scale, values, way, own, positives)
+    scale_all, *others = values.gathered(way)
     offset = way.ranks.rank * len(x) if positives else None
-    options: dict[str, Any] = {"diagonal": offset, "ids": _pair(row_ids, ids_all), "options": way.tiles}
+    options: dict[str, Any] = {"diagonal": offset, "options": way.tiles, **_pairs(own, others)}
     row_lse, col_part = tile_stats(x, y_all, row_scale, scale_all, **options)
     return row_lse, reduce_scatter_log_sum_exp(col_part, group=way.ranks)
 
@@ -110,6 +112,7 @@ def distributed_grads(
     way: Way,
     y_all: Tensor | None,
     ids: Ids | None = None,
+    limits: Limits | None = None,
     positives: bool = True,
 ) -> BatchGrads:
     """Return the gradient tile summed over the whole batch, for this rank's rows and columns.
@@ -118,7 +121,7 @@ def distributed_grads(
     i != j of P_ij x_i`. The dots are sums over the whole batch too. The results carry no factor W.
 
     x, y: local features (b, D). row, col: per local row or column (b,), or numbers that are equal on all ranks. y_all,
-    ids: as in `distributed_stats`.
+    ids, limits: as in `distributed_stats`.
     """
 
     def tile(x: Tensor, y: Tensor, row: Sequence[Scalars], col: Sequence[Scalars], **options: Any) -> _Gradients:
@@ -126,7 +129,7 @@ def distributed_grads(
         dx, dy, row_dot, col_dot = tile_grads(x, y, Terms(*row), Terms(*col), **options)
         return dx, dy, _given(row_dot), _given(col_dot)
 
-    dx, dy, row_dots, col_dots = _gradients(tile, *_as_sent(x, y, way), row, col, way, y_all, ids, positives)
+    dx, dy, row_dots, col_dots = _gradients(tile, *_as_sent(x, y, way), row, col, way, y_all, ids, limits, positives)
     return BatchGrads(dx, dy, *(row_dots or (None,)), *(col_dots or (None,)))
 
 
@@ -150,7 +153,7 @@ def distributed_sigmoid(
         row_loss, dx, dy, row_dot, row_sum = tile_sigmoid(x, y, scale, bias, options=way.tiles, **options)
         return dx, dy, (row_loss, row_dot, row_sum), ()
 
-    dx, dy, (row_loss, row_dot, row_sum), _ = _gradients(tile, x, y, (), (), way, None, ids, positives)
+    dx, dy, (row_loss, row_dot, row_sum), _ = _gradients(tile, x, y, (), (), way, None, ids, None, positives)
     return BatchSigmoid(row_loss, dx, dy, row_dot, row_sum)
 
 
@@ -163,16 +166,17 @@ def _gradients(
     way: Way,
     y_all: Tensor | None,
     ids: Ids | None,
+    limits: Limits | None,
     positives: bool,
 ) -> _Gradients:
     """Return the results of `tile` for this rank's rows and columns, summed over the whole batch."""
-    row_ids, col_ids = ids or (None, None)
-    rows, cols = _PerSample((*row, row_ids)), _PerSample((*col, col_ids))
+    (row_ids, col_ids), (row_limits, col_limits) = ids or (None, None), limits or (None, None)
+    rows, cols = _PerSample((*row, row_ids, row_limits)), _PerSample((*col, col_ids, col_limits))
 
     def run(x: Tensor, y: Tensor, row: Sequence[Any], col: Sequence[Any], **options: Any) -> _Gradients:
         if not positives:
             options["diagonal"] = None
-        return tile(x, y, row[:-1], col[:-1], ids=_pair(row[-1], col[-1]), **options)
+        return tile(x, y, row[:-2], col[:-2], **_pairs(row[-2:], col[-2:]), **options)
 
     if way.exchange == "all_gather":
         return (_gathered_feature if way.reduction == "feature" else _gathered_scalar)(
@@ -194,16 +198,16 @@ def _ring_stats(
     row_scale: Scalars,
     values: _PerSample,
     way: Way,
-    row_ids: Tensor | None,
+    own: Sequence[Tensor | None],
     positives: bool,
 ) -> tuple[Tensor, Tensor]:
     """Send y and its scale around the ring. Each column's log-sum-exp is sent with them and returns to its owner."""
     row_lse: Tensor | None = None
     col_lse = Carried(_merge_log_sum_exp, group=way.ranks)
     for owner, (y_block, *moved) in circulate((y, *values.vectors), **_transfer(way)):
-        col_scale, col_ids = values.joined(moved)
+        col_scale, *others = values.joined(moved)
         diagonal = 0 if positives and owner == way.ranks.rank else None
-        options: dict[str, Any] = {"diagonal": diagonal, "ids": _pair(row_ids, col_ids), "options": way.tiles}
+        options: dict[str, Any] = {"diagonal": diagonal, "options": way.tiles, **_pairs(own, others)}
         row_part, col_part = tile_stats(x, y_block, row_scale, col_scale, **options)
         row_lse = row_part if row_lse is None else torch.logaddexp(row_lse, row_part)
         col_lse.add((col_part,))
@@ -288,8 +292,10 @@ class _PerSample:
         return self.joined([gather_rows(vector, group=way.ranks) for vector in self.vectors])
 
 
-def _pair(row_ids: Tensor | None, col_ids: Tensor | None) -> Ids | None:
-    return None if row_ids is None or col_ids is None else (row_ids, col_ids)
+def _pairs(rows: Sequence[Tensor | None], cols: Sequence[Tensor | None]) -> dict[str, Any]:
+    """Return the arguments ids and limits of a tile, of its rows and of its columns, that are given."""
+    named = zip(("ids", "limits"), rows, cols, strict=True)
+    return {name: (row, col) for name, row, col in named if row is not None and col is not None}
 
 
 def _is_vector(value: Scalars | None) -> TypeGuard[Tensor]:

@@ -6,6 +6,7 @@ NO_NEGATIVE. Those with `negative_rows` belong to one row of this rank each: one
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,31 +23,42 @@ from megaclip.losses.segments import segment_sums
 from megaclip.losses.sums import LossInputs
 from megaclip.losses.way import Way
 from megaclip.ops.rows import paired_products
-from megaclip.ops.types import NO_NEGATIVE, Ids, Terms, accumulation_dtype
+from megaclip.ops.types import NO_NEGATIVE, Ids, Limits, Terms, accumulation_dtype
 
 
-def log_sum_exp(inputs: LossInputs, alpha: Tensor, way: Way) -> tuple[Tensor, Tensor]:
-    """Return the log-sum-exp over the negatives of each row (b,), and the shifts of `softmax_gradients`."""
+def log_sum_exp(inputs: LossInputs, alpha: Tensor, way: Way, limits: Limits | None = None) -> tuple[Tensor, Tensor]:
+    """Return the log-sum-exp over the negatives of each row (b,), and the shifts of `softmax_gradients`.
+
+    limits: largest similarities of the rows, the first of the two.
+    """
     x = inputs.x
     if not _count(inputs, way):
         return alpha.new_full((len(x),), -math.inf), alpha
     if inputs.negative_rows is None:
         columns, ids = _columns(inputs, way)
         y_all = gather_columns(columns, way)
-        row_lse, col_lse = distributed_stats(x, columns, alpha, alpha, way=way, y_all=y_all, ids=ids, positives=False)
+        options: dict[str, Any] = {"ids": ids, "limits": _without_columns(limits, columns), "positives": False}
+        row_lse, col_lse = distributed_stats(x, columns, alpha, alpha, way=way, y_all=y_all, **options)
         return row_lse, col_lse.masked_fill(col_lse == -math.inf, 0.0)
-    logits, rows = _left_out(alpha * _own_similarities(inputs), inputs), inputs.negative_rows
+    rows, similarities = inputs.negative_rows, _own_similarities(inputs, limits)
+    logits = _left_out(alpha * similarities, inputs)
     top = alpha.new_full((len(x),), -math.inf).scatter_reduce(0, rows, logits, "amax")
     top = top.masked_fill(top == -math.inf, 0.0)
     return top + _per_row(torch.exp(logits - top[rows])[:, None], inputs)[:, 0].log(), alpha
 
 
 def softmax_gradients(
-    inputs: LossInputs, alpha: Tensor, row_shift: Tensor, row_weight: Tensor, shift: Tensor, way: Way
+    inputs: LossInputs,
+    alpha: Tensor,
+    row_shift: Tensor,
+    row_weight: Tensor,
+    shift: Tensor,
+    way: Way,
+    limits: Limits | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return what the negatives add to dx (b, D), and their gradients (e, D), without factor alpha.
 
-    row_shift, row_weight: those of the rows, as in `distributed_grads`. shift: from `log_sum_exp`.
+    row_shift, row_weight: those of the rows, as in `distributed_grads`. shift: from `log_sum_exp`, limits: as there.
     """
     x, negatives = inputs.x, inputs.negatives
     assert negatives is not None
@@ -56,10 +68,11 @@ def softmax_gradients(
         columns, ids = _columns(inputs, way)
         # The shift keeps the exponentials of the columns finite, although their weight is 0.
         row, col = Terms(alpha, row_shift, row_weight), Terms(alpha, shift, torch.zeros_like(alpha))
-        found = distributed_grads(x, columns, row, col, way=way, y_all=None, ids=ids, positives=False)
+        options: dict[str, Any] = {"ids": ids, "limits": _without_columns(limits, columns), "positives": False}
+        found = distributed_grads(x, columns, row, col, way=way, y_all=None, **options)
         return found.dx, found.dy[: len(negatives)]
     rows = inputs.negative_rows
-    logits = _left_out(alpha * _own_similarities(inputs), inputs)
+    logits = _left_out(alpha * _own_similarities(inputs, limits), inputs)
     weights = row_weight.expand(len(x))[rows] * torch.exp(logits - row_shift[rows])
     return _products(inputs, weights)
 
@@ -102,10 +115,16 @@ def _columns(inputs: LossInputs, way: Way) -> tuple[Tensor, Ids]:
     return F.pad(negatives, (0, 0, 0, missing)), (rows, F.pad(ids, (0, missing), value=NO_NEGATIVE))
 
 
-def _own_similarities(inputs: LossInputs) -> Tensor:
-    """Return the products (e,) of negatives that belong to one row each with their rows."""
+def _without_columns(limits: Limits | None, columns: Tensor) -> Limits | None:
+    """Return the limits of the rows, and none of the columns."""
+    return None if limits is None else (limits[0], limits[0].new_full((len(columns),), math.inf))
+
+
+def _own_similarities(inputs: LossInputs, limits: Limits | None = None) -> Tensor:
+    """Return the products (e,) of negatives that belong to one row each with their rows; -inf above the limits."""
     assert inputs.negatives is not None and inputs.negative_rows is not None
-    return paired_products(inputs.x[inputs.negative_rows], inputs.negatives)
+    products = paired_products(inputs.x[inputs.negative_rows], inputs.negatives)
+    return products if limits is None else products.masked_fill(products > limits[0][inputs.negative_rows], -math.inf)
 
 
 def _left_out(logits: Tensor, inputs: LossInputs) -> Tensor:

@@ -155,6 +155,10 @@ class ClipLossSettings(BatchLossSettings):
     symmetric: bool = True
     """True: mean of both directions. False: only from images to texts, or from queries to documents."""
 
+    margin: float | None = Field(default=None, ge=0)
+    """Leave out negatives that are more similar to their image or text than its positive by more than this margin of
+    the cosine, as probable false negatives. The tiles then run in PyTorch. Default: none are left out."""
+
     same_side: bool = False
     """Contrast pairs within each side too: the denominators of pair i include the images of the other pairs with image
     i, and their texts with text i, as queries and documents in Qwen3 Embedding (arXiv:2506.05176). This triples the

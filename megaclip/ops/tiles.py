@@ -31,6 +31,7 @@ from megaclip.ops.types import (
     FEATURE_DTYPES,
     Accumulators,
     Ids,
+    Limits,
     Scalars,
     Terms,
     TermVectors,
@@ -52,6 +53,7 @@ def tile_stats(
     *,
     diagonal: int | None = None,
     ids: Ids | None = None,
+    limits: Limits | None = None,
     options: TileOptions = DEFAULT_OPTIONS,
 ) -> tuple[Tensor, Tensor]:
     """Return `row_lse_i = log sum_j exp(row_scale_i*s_ij)` (m,) and `col_lse_j = log sum_i exp(col_scale_j*s_ij)` (n,).
@@ -62,17 +64,18 @@ def tile_stats(
         negative or lie outside the block. None leaves nothing out.
     ids: int64 ids of the rows (m,) and of the columns (n,), on the device of x. Entries with equal ids are left out,
         and whole columns with the id `megaclip.ops.types.NO_NEGATIVE`. None leaves nothing out.
+    limits: `megaclip.ops.types.Limits`. They run in PyTorch only.
 
     Results are float32, float64 for float64 features. An empty sum gives -inf.
 
     Raises ValueError for arguments that do not fit together.
     """
     dtype = _check_features(x, y, options, ids)
-    run = _implementation(options, x)
+    run, more = _implementation(options, x, limits)
     row_scale = _vector(row_scale, "row_scale", x, dtype)
     col_scale = _vector(col_scale, "col_scale", y, dtype)
     with _plain_arithmetic(x):
-        return run.tile_stats(x, y, row_scale, col_scale, diagonal=diagonal, ids=ids, options=options)
+        return run.tile_stats(x, y, row_scale, col_scale, diagonal=diagonal, ids=ids, options=options, **more)
 
 
 def tile_grads(
@@ -83,6 +86,7 @@ def tile_grads(
     *,
     diagonal: int | None = None,
     ids: Ids | None = None,
+    limits: Limits | None = None,
     need_dx: bool = True,
     need_dy: bool = True,
     need_dots: bool = True,
@@ -95,7 +99,7 @@ def tile_grads(
     `dx = P y`, `dy = P^T x`, `row_dot_i = sum_j (row part of P_ij)*s_ij`, `col_dot_j = sum_i (column part of
     P_ij)*s_ij`.
 
-    x, y, diagonal, ids, errors: as in `tile_stats`.
+    x, y, diagonal, ids, limits, errors: as in `tile_stats`.
     row: numbers or (m,). col: numbers or (n,). A direction whose scale, shift and weight are 0 is left out.
     need_dx, need_dy: False saves the product of that side, which is then returned as None.
     need_dots: False saves the sums of both dots, which are then None. Their total is also `sum(x * dx)`.
@@ -104,7 +108,7 @@ def tile_grads(
     """
     dtype = _check_features(x, y, options, ids)
     _check_accumulators(add_to, x, y, dtype)
-    run = _implementation(options, x)
+    run, more = _implementation(options, x, limits)
     row_vectors, col_vectors = _term_vectors(row, _ROW_NAMES, x, dtype), _term_vectors(col, _COL_NAMES, y, dtype)
     with _plain_arithmetic(x):
         return run.tile_grads(
@@ -119,6 +123,7 @@ def tile_grads(
             need_dots=need_dots,
             add_to=add_to,
             options=options,
+            **more,
         )
 
 
@@ -145,7 +150,7 @@ def tile_sigmoid(
     """
     dtype = _check_features(x, y, options, ids)
     _check_accumulators(add_to, x, y, dtype)
-    run = _implementation(options, x)
+    run, _ = _implementation(options, x)
     scale, bias = _vector(scale, "scale", x[:1], dtype), _vector(bias, "bias", x[:1], dtype)
     with _plain_arithmetic(x):
         return run.tile_sigmoid(
@@ -275,15 +280,21 @@ def reason_without_kernels(device: torch.device) -> str:
     return ""
 
 
-def _implementation(options: TileOptions, x: Tensor) -> ModuleType:
-    """Return the module that runs for tensors like x, and log once which one it is and why."""
+def _implementation(
+    options: TileOptions, x: Tensor, limits: Limits | None = None
+) -> tuple[ModuleType, dict[str, Limits]]:
+    """Return the module that runs for tensors like x, and further arguments; log once which one it is and why."""
     require_implementation(options.implementation, x.device, x.dtype)
     name: str = options.implementation
     reason = "selected by the setting"
     if name == "auto":
         name, reason = _automatic(x)
+    if limits is not None:
+        if options.implementation == "triton":
+            raise ConfigError("implementation is 'triton', and its kernels have no limits; set it to 'auto' or 'torch'")
+        name, reason = "torch", "the kernels have no limits of similarities"
     log_once(_logger.info, f"tiles of logits run in {name} ({reason})")
-    return importlib.import_module(f"megaclip.ops.tiles_{name}")
+    return importlib.import_module(f"megaclip.ops.tiles_{name}"), {} if limits is None else {"limits": limits}
 
 
 def _automatic(x: Tensor) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megaclip.ops.types import NO_NEGATIVE, Accumulators, Ids, TermVectors, TileOptions
+from megaclip.ops.types import NO_NEGATIVE, Accumulators, Ids, Limits, TermVectors, TileOptions
 
 # Number of tile-sized buffers alive at once, in the dtype of sums.
 _STATS_BUFFERS = 3  # s, its scaled copy, the exponentials inside logsumexp; with ids, a byte per entry in addition
@@ -38,6 +38,7 @@ def tile_stats(
     diagonal: int | None,
     ids: Ids | None,
     options: TileOptions,
+    limits: Limits | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return row (m,) and column (n,) log-sum-exp; see `megaclip.ops.tiles.tile_stats`."""
     row_lse = torch.full_like(row_scale, -math.inf)
@@ -46,8 +47,12 @@ def tile_stats(
     side = _tile_side(options.tile_budget_mib, _STATS_BUFFERS, row_lse.dtype)
     with _tf32(options.precision == "tf32"):
         for rows, cols, left_out, s_mn in _similarities(x, y, diagonal, ids, side):
-            row_part = torch.logsumexp(left_out.fill(s_mn * row_scale[rows, None], -math.inf), dim=1)
-            col_part = torch.logsumexp(left_out.fill(s_mn * col_scale[None, cols], -math.inf), dim=0)
+            row_mn = left_out.fill(s_mn * row_scale[rows, None], -math.inf)
+            col_mn = left_out.fill(s_mn * col_scale[None, cols], -math.inf)
+            if limits is not None:
+                row_mn.masked_fill_(s_mn > limits[0][rows, None], -math.inf)
+                col_mn.masked_fill_(s_mn > limits[1][None, cols], -math.inf)
+            row_part, col_part = torch.logsumexp(row_mn, dim=1), torch.logsumexp(col_mn, dim=0)
             row_lse[rows] = torch.logaddexp(row_lse[rows], row_part)
             col_lse[cols] = torch.logaddexp(col_lse[cols], col_part)
     return row_lse, col_lse
@@ -66,6 +71,7 @@ def tile_grads(
     need_dots: bool,
     add_to: Accumulators,
     options: TileOptions,
+    limits: Limits | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return dx (m, D), dy (n, D), row_dot (m,) and col_dot (n,); see `megaclip.ops.tiles.tile_grads`."""
     dx, dy = _accumulators(x, y, row.scale, need_dx, need_dy, add_to)
@@ -75,9 +81,13 @@ def tile_grads(
     with _tf32(options.precision == "tf32"):
         for rows, cols, left_out, s_mn in _similarities(x, y, diagonal, ids, side):
             p_mn = _weights(s_mn, left_out, *(value[rows, None] for value in row))
+            if limits is not None:
+                p_mn.masked_fill_(s_mn > limits[0][rows, None], 0.0)
             if row_dot is not None:
                 row_dot[rows] += (p_mn * s_mn).sum(1)
             col_mn = _weights(s_mn, left_out, *(value[None, cols] for value in col))
+            if limits is not None:
+                col_mn.masked_fill_(s_mn > limits[1][None, cols], 0.0)
             if col_dot is not None:
                 col_dot[cols] += (col_mn * s_mn).sum(0)
             _add_products(dx, dy, p_mn.add_(col_mn).to(x.dtype), x, y, rows, cols)

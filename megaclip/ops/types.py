@@ -13,6 +13,9 @@ Accumulators = tuple[Tensor | None, Tensor | None]
 Ids = tuple[Tensor, Tensor]
 """int64 ids of the rows (m,) and of the columns (n,) of a tile. Entries whose row and column have equal ids are left
 out."""
+Limits = tuple[Tensor, Tensor]
+"""Largest similarity of each row (m,) and column (n,), in the dtype of sums. Larger ones are left out of the sums of
+that row or column."""
 NO_NEGATIVE = torch.iinfo(torch.int64).min
 """Id of a column that every row leaves out, such as padding."""
 Implementation = Literal["auto", "torch", "triton"]

@@ -35,12 +35,14 @@ class Case(NamedTuple):
     symmetric: bool
     weighted: bool
     same_side: bool
+    margin: float | None
     payload: str = "auto"
 
     @property
     def is_possible(self) -> bool:
         return (self.ids != "ignore" or "ids" not in self.negatives) and (
-            self.kind is ClipLoss or (self.symmetric and not self.weighted and not self.same_side)
+            self.kind is ClipLoss
+            or (self.symmetric and not self.weighted and not self.same_side and self.margin is None)
         )
 
 
@@ -55,6 +57,7 @@ CASES = [
         (True, False),
         (False, True),
         (False, True),
+        (None, 0.01),
         possible=lambda row: Case(*row).is_possible,
     )
 ]
@@ -115,15 +118,21 @@ def oracle(case: Case, batch: Batch, scalars: list[Tensor]) -> list[Tensor]:
         more = -F.logsigmoid(-(others + beta[0])).masked_fill(left_out, 0.0)
         loss = (terms.sum() + more.sum()) / len(x)
     else:
+        limit = (x * y).sum(1).detach() + (torch.inf if case.margin is None else case.margin)
         kept = logits.masked_fill(masked, -torch.inf)
+        for_rows = kept.masked_fill(x @ y.T > limit[:, None], -torch.inf)
+        for_columns = kept.masked_fill(x @ y.T > limit, -torch.inf).T
+        left_out |= x @ negatives.T > limit[:, None]
         targets = positives.double() / positives.sum(1, keepdim=True) * logits
-        wide = torch.cat([kept, others.masked_fill(left_out, -torch.inf)], dim=1)
+        wide = torch.cat([for_rows, others.masked_fill(left_out, -torch.inf)], dim=1)
         row = torch.logsumexp(wide, dim=1) - targets.sum(1)
-        column = torch.logsumexp(kept, dim=0) - targets.sum(0)
+        column = torch.logsumexp(for_columns, dim=1) - targets.sum(0)
         if case.same_side:
-            sides = [(alpha * side @ side.T).masked_fill(masked | own, -torch.inf) for side in (x, y)]
+            products = [side @ side.T for side in (x, y)]
+            gone = [masked | own | (product > limit[:, None]) for product in products]
+            sides = [(alpha * s).masked_fill(out, -torch.inf) for s, out in zip(products, gone, strict=True)]
             row = torch.logsumexp(torch.cat([wide, *sides], dim=1), dim=1) - targets.sum(1)
-            column = torch.logsumexp(torch.cat([kept.T, *sides], dim=1), dim=1) - targets.sum(0)
+            column = torch.logsumexp(torch.cat([for_columns, *sides], dim=1), dim=1) - targets.sum(0)
         per_pair = (row + column) / 2 if case.symmetric else row
         loss = (per_pair * batch.weights if case.weighted else per_pair).mean()
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
@@ -153,7 +162,7 @@ def differences(case: Case, dtype: torch.dtype, local: int, compile_: bool = Fal
         given["weights"] = batch.weights[mine]
     settings = {"exchange": case.exchange, "reduction": case.reduction, "ids": case.ids, "payload": case.payload}
     if case.kind is ClipLoss:
-        settings |= {"symmetric": case.symmetric, "same_side": case.same_side}
+        settings |= {"symmetric": case.symmetric, "same_side": case.same_side, "margin": case.margin}
     function = case.kind(**settings, tile_budget_mib=0.002)
     with torch.no_grad():
         value = function(x, y, *numbers, **given)
@@ -179,9 +188,9 @@ def differences(case: Case, dtype: torch.dtype, local: int, compile_: bool = Fal
 def check_cases() -> list[str]:
     found = [problem for case in CASES for problem in differences(case, torch.float64, 6)]
     for case in (
-        Case(ClipLoss, "ring", "feature", "mask", "shared ids", True, False, True),
-        Case(ClipLoss, "all_gather", "scalar", "positive", "private ids", False, True, False),
-        Case(SigLipLoss, "ring", "scalar", "positive", "shared ids", True, False, False),
+        Case(ClipLoss, "ring", "feature", "mask", "shared ids", True, False, True, None),
+        Case(ClipLoss, "all_gather", "scalar", "positive", "private ids", False, True, False, None),
+        Case(SigLipLoss, "ring", "scalar", "positive", "shared ids", True, False, False, None),
     ):
         found += differences(case, torch.bfloat16, 5)
         found += differences(case, torch.float64, 1)
@@ -204,7 +213,7 @@ class Encoder(torch.nn.Module):
 
 def check_in_the_gradient_cache() -> list[str]:
     """Check ids and ragged negatives of chunks under DDP: gradients of the parameters equal one process on all."""
-    case = Case(ClipLoss, "auto", "auto", "mask", "shared ids", True, False, False)
+    case = Case(ClipLoss, "auto", "auto", "mask", "shared ids", True, False, False, None)
     batch, rank, size = batch_of(case, torch.float64, 6), group_rank(), group_size()
     counts = [5, 3, 8][:size]
     batch = batch._replace(negatives=batch_of(case, torch.float64, 16 * 3 // size).x[: sum(counts)], counts=counts)
