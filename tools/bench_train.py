@@ -42,9 +42,9 @@ from bench_samples import CAPTION_LENGTHS
 from deepspeed.accelerator import get_accelerator
 from torch._dynamo.utils import counters
 
+from megaclip.cache.kept_graphs import MEASURED_STEPS
 from megaclip.comm.collectives import gather_objects
 from megaclip.engine.metrics import peak_memory_mib
-from megaclip.engine.preflight import MEASURED_STEPS
 from megaclip.engine.process_group import start_process_group
 from megaclip.errors import ConfigError, MegaclipError
 

@@ -83,6 +83,7 @@ class GradientCache:
         self._engine = passes_of(self._modules)
         self._kept = KeptGraphs(keep)
         self._encoders: list[Callable[..., Tensor]] = []
+        self._last_built_graph = False
         self._forwards = 0
         """Number of forward passes of DeepSpeed's engine."""
         for module in self._modules:
@@ -106,11 +107,11 @@ class GradientCache:
         keys = [*range(len(arguments)), *named]
         values = dict(zip(keys, [*arguments, *named.values()], strict=True))
         encoded = {key: value for key, value in values.items() if isinstance(value, Encoded)}
+        self._last_built_graph = False
         self._encoders = [value.encoder for value in encoded.values()]
         sources = self._sources(list(encoded.values()))
         passes = Passes(sources, self._engine)
         passes.encode()
-        torch.clear_autocast_cache()  # its casts have no graphs if they were made without gradients
         leaves = {key: source.features() for key, source in zip(encoded, sources, strict=True)}
         joined = {key: value for key, value in values.items() if key not in leaves and _has_gradient(value)}
         self._check_joined(joined)
@@ -119,17 +120,24 @@ class GradientCache:
         loss = self._loss(*inputs[: len(arguments)], **dict(zip(named, inputs[len(arguments) :], strict=True)))
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             raise ConfigError("the loss must return one scalar tensor; return a weighted sum of several losses")
-        loss.backward()  # type: ignore[no-untyped-call]  # not autograd.grad: the loss may have parameters
+        del inputs
+
+        def loss_gradients() -> list[tuple[Tensor, Tensor]]:
+            nonlocal loss
+            loss.backward()  # type: ignore[no-untyped-call]  # not autograd.grad: the loss may have parameters
+            gradients = {key: torch.zeros_like(x) if x.grad is None else x.grad for key, x in leaves.items()}
+            leaves.clear()
+            loss = loss.detach()  # frees its graph, which holds the features
+            for key, source in zip(encoded, sources, strict=True):
+                source.set_gradients(gradients[key])
+            return [(value, gradients[key]) for key, value in joined.items()]
+
         after_loss = random_state()
-        gradients = {key: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for key, leaf in leaves.items()}
-        for key, source in zip(encoded, sources, strict=True):
-            source.set_gradients(gradients[key])
-        del leaves, inputs
         with self.kept_statistics():
-            passes.back_propagate(joined=[(value, gradients[key]) for key, value in joined.items()])
+            passes.back_propagate(loss_gradients=loss_gradients)
         set_random_state(after_loss)
         self._average_loss_parameters()
-        return loss.detach()
+        return loss
 
     def _sources(self, encoded: list[Encoded]) -> list["_EncodedChunks"]:
         """Divide the inputs. All ranks agree on the numbers of chunks and of kept graphs by exchanging integers."""
@@ -159,10 +167,16 @@ class GradientCache:
         return sources
 
     def encode(self, source: "_EncodedChunks", inputs: Any) -> Tensor:
-        """Encode a chunk, and check that its gradients reach the engine."""
-        before = self._forwards
-        encoder = source.encoded.encoder
+        """Encode a chunk, check that its gradients reach the engine, and record the size of its graph."""
+        before, builds_graph, encoder = self._forwards, torch.is_grad_enabled(), source.encoded.encoder
+        if builds_graph and not self._last_built_graph:
+            torch.clear_autocast_cache()  # weights that were cast without a graph receive no gradients in torch 2.8
+        self._last_built_graph = builds_graph
+        if builds_graph:
+            self._kept.before_graph()
         output = encoder() if source.encoded.inputs is None else encoder(inputs)
+        if builds_graph:
+            self._kept.after_graph(source.index, elements_of(inputs))
         if not isinstance(output, Tensor) or (source.encoded.inputs is not None and output.dim() != 2):
             found = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
             raise ConfigError(f"an encoder returned {found}; it must return features of shape (samples, dimension)")
@@ -172,13 +186,6 @@ class GradientCache:
                 "an encoder with trainable parameters did not call the DeepSpeed engine; call engine(...), not a "
                 "method of engine.module, and let the module's forward choose what it encodes"
             )
-        return output
-
-    def measured(self, source: "_EncodedChunks", inputs: Any) -> Tensor:
-        """Encode a chunk with a graph, and record the graph's size."""
-        self._kept.before_graph()
-        output = self.encode(source, inputs)
-        self._kept.after_graph(source.index, elements_of(inputs))
         return output
 
     @contextmanager
@@ -244,11 +251,9 @@ class _EncodedChunks:
             self._states.append(random_state())
         # A graph of the first chunk shows whether the encoder is trained. Unless it is kept, it is dropped at once.
         builds_graph = with_graph or chunk == 0
-        if chunk <= 1 or with_graph:
-            torch.clear_autocast_cache()
         is_blank = chunk >= self._own  # it has changed the running statistics already
         with torch.set_grad_enabled(builds_graph), self._cache.kept_statistics() if is_blank else nullcontext():
-            output = self._cache.measured(self, inputs) if builds_graph else self._cache.encode(self, inputs)
+            output = self._cache.encode(self, inputs)
         if chunk == 0:
             self.is_trained = output.requires_grad
         return Outputs({self.index: output if with_graph else output.detach()})

@@ -9,10 +9,13 @@ from collections.abc import Sequence
 
 import torch
 
-_MEASURED_STEPS = 2
-"""Steps that measure. It is above 1 because an optimizer allocates its states at the end of the first step."""
-_MARGIN = 0.05
-"""Share of the device's memory that stays free, for fragments of the allocator and for other programs."""
+MEASURED_STEPS = 2
+"""Number of first steps of a process after which the number of kept graphs may increase, here and in a run.
+
+It is above 1 because an optimizer allocates its states at the end of the first step."""
+MEASURED_MARGIN = 0.05
+"""Share of a GPU's memory that stays free when more graphs are kept after the peak has been measured, for fragments of
+the allocator and for memory that other programs take."""
 _SPREAD = 1.1
 """Factor of the largest measured graph per element of input, for graphs of chunks that have not been measured."""
 ALL = 1 << 30
@@ -38,12 +41,14 @@ class KeptGraphs:
         if not self.measures:
             return self._number
         self._steps += 1
-        if self._steps <= _MEASURED_STEPS:
+        if self._steps <= MEASURED_STEPS:
             return 0
-        if self._steps == _MEASURED_STEPS + 1:
+        if self._steps == MEASURED_STEPS + 1:
             free, total = torch.cuda.mem_get_info()
             # Free at the peak of all earlier steps. Blocks that the allocator holds in reserve are not counted.
-            self._budget = free - (torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()) - _MARGIN * total
+            self._budget = (
+                free - (torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()) - MEASURED_MARGIN * total
+            )
         kept, left = 0, self._budget
         for encoder, sizes in enumerate(elements):
             for size in sizes:

@@ -132,18 +132,20 @@ class Passes:
         self,
         scalar_gradients: Sequence[Tensor] = (),
         *,
-        joined: Sequence[tuple[Tensor, Tensor]] = (),
+        loss_gradients: Callable[[], Sequence[tuple[Tensor, Tensor]]] = tuple,
         without_encoders: Callable[[], Outputs] = lambda: Outputs({}),
     ) -> None:
         """Leave the parameters' gradients in the engine.
 
         Args:
             scalar_gradients: gradients of the scalars of `Outputs`, added in the last pass.
-            joined: tensors whose graphs no pass has built, and their gradients; part of the last pass.
+            loss_gradients: runs the backward pass of the loss, which may have parameters of the engine. Returns tensors
+                whose graphs no pass has built, and their gradients, for the last pass.
             without_encoders: returns the scalars if no encoder is trained.
         """
         order = self.order
         with self._engine.accumulate(max(1, len(order))):
+            joined = loss_gradients()
             if not order:
                 self._backward(without_encoders(), {}, scalar_gradients, joined, is_last=True)
             for number, (source, chunk, outputs) in enumerate(self._with_graphs(), start=1):

@@ -18,6 +18,7 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from megaclip.cache.kept_graphs import MEASURED_MARGIN
 from megaclip.comm.collectives import gather_integers, gather_objects, raise_on_all_ranks
 from megaclip.comm.groups import by_node, resolve
 from megaclip.comm.machine import machine_of
@@ -40,7 +41,6 @@ from megaclip.planner import (
     zero_stage_verdict,
 )
 from megaclip.planner.compile_estimate import check_recomputation, compile_estimate
-from megaclip.planner.constants import MEASURED_MARGIN
 from megaclip.planner.memory import choose_way_of_loss, loader_bytes, store_bytes, with_kept_graphs
 from megaclip.planner.phases import graph_bytes
 from megaclip.planner.report import graphs_text, summary
@@ -50,12 +50,6 @@ from megaclip.step.layout import graphs_that_fit
 logger = get_logger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")
-
-MEASURED_STEPS = 2
-"""Number of steps of this process after which a run may decide to keep more graphs.
-
-It is above 1 because the optimizer allocates its states at the end of the first step.
-"""
 
 
 def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:

@@ -7,12 +7,13 @@ from contextlib import nullcontext
 import torch
 from deepspeed import DeepSpeedEngine
 
+from megaclip.cache.kept_graphs import MEASURED_STEPS
 from megaclip.comm.collectives import gather_on_host
 from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import BatchLayout, TrainArguments
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.metrics import StepMetrics
-from megaclip.engine.preflight import MEASURED_STEPS, keep_more_graphs
+from megaclip.engine.preflight import keep_more_graphs
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedule import RunLength, chosen_schedule, chosen_warmup
 from megaclip.errors import NonFiniteError

@@ -71,9 +71,6 @@ step of ViT-B/16 in one chunk took 15.7 s with compiled blocks in both towers.""
 KEPT_GRAPHS_MARGIN = 0.1
 """Share of a GPU's usable memory that a plan with kept graphs leaves free: planned peaks are within a tenth of those
 measured (docs/planning.md)."""
-MEASURED_MARGIN = 0.05
-"""Share of a GPU's memory that a run leaves free when it keeps more graphs after it has measured its peak, for
-fragments of the allocator and for memory that other programs take."""
 LOSS_SHARE = 0.8
 """Share of a GPU's product rate that the loss reaches: 0.73 to 0.89 on H200 (docs/performance.md)."""
 LINK_SHARE = 0.35

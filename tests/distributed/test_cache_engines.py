@@ -302,6 +302,10 @@ VARIANTS: dict[str, tuple[Callable[[], tuple[Any, Model]], str, float]] = {
     "DDP, gradients in buckets": (lambda: ddp(gradient_as_bucket_view=True), "engine", 1e-9),
     "DDP, unused parameters": (lambda: ddp(find_unused_parameters=True), "engine", 1e-9),
     "DDP, methods of its module": (ddp, "module", 1e-9),
+    "DDP, its parameter in the loss": (ddp, "loss", 1e-9),
+    "ZeRO-0, its parameter in the loss": (lambda: zero(0), "loss", 1e-5),
+    "ZeRO-1, its parameter in the loss": (lambda: zero(1), "loss", 1e-5),
+    "ZeRO-2, its parameter in the loss": (lambda: zero(2), "loss", 1e-5),
     "two DDP modules": (lambda: each_encoder(DistributedDataParallel), "module", 1e-9),
     "two FSDP2 modules": (lambda: each_encoder(fully_shard), "module", 1e-9),
     "ZeRO-0, bf16": (lambda: zero(0, bf16=True), "engine", 3e-2),
@@ -322,7 +326,9 @@ def vary(build: Callable[[], tuple[Any, Model]], calls: str, keep: int) -> dict[
     engine, model = build()
     called = model if calls == "module" else engine
     dtype = next(model.parameters()).dtype
-    cache = GradientCache(ClipLoss(), engine, keep=keep)
+    clip = ClipLoss()
+    loss = (lambda x, y: clip(x, y, model.log_scale.exp())) if calls == "loss" else clip
+    cache = GradientCache(loss, engine, keep=keep)
 
     def split(x: Tensor) -> list[Tensor]:
         if calls == "broken" and dist.get_rank() == 1:
@@ -334,9 +340,12 @@ def vary(build: Callable[[], tuple[Any, Model]], calls: str, keep: int) -> dict[
         model.zero_grad()
         inputs = zip("ab", inputs_of(BASE, dist.get_rank(), dtype), strict=True)
         encoded = [Encoded(functools.partial(called, name), x, split=split) for name, x in inputs]
-        outside = calls != "scale from the engine"
-        scale = model.log_scale.exp() if outside else Encoded(functools.partial(engine, "scale"))
-        cache.step(*encoded, logit_scale=scale)
+        if calls == "loss":
+            cache.step(*encoded)
+        elif calls == "scale from the engine":
+            cache.step(*encoded, logit_scale=Encoded(functools.partial(engine, "scale")))
+        else:
+            cache.step(*encoded, logit_scale=model.log_scale.exp())
         if isinstance(engine, deepspeed.DeepSpeedEngine):
             gradients = {name: safe_get_full_grad(p).clone() for name, p in model.named_parameters()}
             engine.step()

@@ -156,6 +156,22 @@ def test_chunks_run_under_the_callers_autocast_and_statistics_change_once(keep: 
         torch.testing.assert_close(parameter.grad, gradient, rtol=0.02, atol=1e-3)
 
 
+def test_weights_that_only_later_chunks_use_receive_gradients_under_autocast() -> None:
+    """Autocast caches the weights that it casts. A cast without a graph must not be used again with one."""
+    torch.manual_seed(0)
+    first, second, x = nn.Linear(4, 3), nn.Linear(4, 3), torch.randn(6, 4)
+
+    def encode(inputs: dict) -> Tensor:
+        return (second if inputs["number"] else first)(inputs["x"])
+
+    def split(whole: Tensor) -> list[dict]:
+        return [{"x": part, "number": number} for number, part in enumerate(whole.split(2))]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        GradientCache(lambda y: y.float().square().sum()).step(Encoded(encode, x, split=split))
+    assert first.weight.grad is not None and second.weight.grad is not None
+
+
 def test_random_numbers_continue_after_a_step_as_without_a_second_encoding() -> None:
     encoder, x, _ = encoder_and_inputs()
     dropped = nn.Sequential(encoder, nn.Dropout(0.5))
