@@ -106,10 +106,10 @@ def record(command: list[str], store: str, sent: Sent | None = None) -> Recorded
     seeds: list[int] = []
     bind, update_loss, reseed, show_step = RunLoss.bind, RunLoss.update, RandomState.reseed, Metrics.record_step
 
-    def noting(loss: RunLoss, taken: Any, epoch: float) -> Any:
+    def noting(loss: RunLoss, taken: Any, epoch: float, *others: Any) -> Any:
         ids.append(taken().tolist())
         epochs.append(epoch)
-        return bind(loss, taken, epoch)
+        return bind(loss, taken, epoch, *others)
 
     def updating(loss: RunLoss, step: int) -> None:
         loss_steps.append(step)
