@@ -27,19 +27,22 @@ class Chunks:
 def divided(inputs: Any, chunk: int | None, tokens: int | None, split: Callable[[Any], list[Any]] | None) -> Chunks:
     """Return the chunks of `inputs`. The arguments are those of `megaclip.Encoded`. Raises DataError."""
     if split is not None:
-        return Chunks(_checked(list(split(inputs))))
+        chunks = list(split(inputs))
+        if not chunks:
+            raise DataError("Encoded(..., split=...): the function returned no chunks; return at least one")
+        return Chunks(chunks)
     if tokens is not None:
         return _by_tokens(inputs, tokens)
     if chunk is None:
         return Chunks([inputs])
     count = samples_of(inputs)
-    starts = range(0, count, chunk)
-    return Chunks(_checked([_rows(inputs, slice(start, min(start + chunk, count))) for start in starts]))
+    starts = range(0, max(count, 1), chunk)  # a rank without hard negatives encodes one chunk without rows
+    return Chunks([_rows(inputs, slice(start, min(start + chunk, count))) for start in starts])
 
 
 def elements_of(inputs: Any) -> int:
     """Return the number of elements of the largest tensor of `inputs`, to compare the sizes of chunks."""
-    return max((leaf.numel() if isinstance(leaf, Tensor) else len(leaf) for leaf in _leaves(inputs)), default=1)
+    return max([1, *(leaf.numel() if isinstance(leaf, Tensor) else len(leaf) for leaf in _leaves(inputs))])
 
 
 def samples_of(inputs: Any) -> int:
@@ -51,12 +54,6 @@ def samples_of(inputs: Any) -> int:
             "Encoded(..., split=function), which returns a list of inputs, one per chunk"
         )
     return counts.pop()
-
-
-def _checked(chunks: list[Any]) -> list[Any]:
-    if not chunks:
-        raise DataError("an encoder has no samples on this rank; every rank needs at least one chunk")
-    return chunks
 
 
 def _by_tokens(inputs: Any, tokens: int) -> Chunks:
@@ -76,7 +73,7 @@ def _by_tokens(inputs: Any, tokens: int) -> Chunks:
         rows = order[start:end].to(mask.device)
         chunks.append(_cut(_rows(inputs, rows), mask.shape, lengths[start]))
         start = end
-    return Chunks(_checked(chunks), order)
+    return Chunks(chunks or [_rows(inputs, slice(0, 0))], order if chunks else None)
 
 
 def _cut(inputs: Any, shape: torch.Size, length: int) -> Any:

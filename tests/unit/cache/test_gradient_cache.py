@@ -95,6 +95,20 @@ def test_chunks_by_tokens_are_sorted_cut_and_put_back_in_order() -> None:
     torch.testing.assert_close(got, table.weight.grad, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("division", [{"chunk": 2}, {"tokens": 10}, {}])
+def test_a_rank_without_hard_negatives_takes_part(division: dict[str, int]) -> None:
+    encoder, x, _ = encoder_and_inputs()
+    negatives = {"x": x[:0], "attention_mask": torch.ones(0, 4)}
+
+    def loss(x: Tensor, negatives: Tensor) -> Tensor:
+        assert negatives.shape == (0, 3)
+        return x.sum() + negatives.sum()
+
+    encoded = Encoded(encoder, x, chunk=3)
+    GradientCache(loss).step(encoded, negatives=Encoded(lambda batch: encoder(batch["x"]), negatives, **division))
+    torch.testing.assert_close(encoder.weight.grad, x.sum(0).expand(3, 4))
+
+
 def test_a_users_own_split_and_a_loss_with_parameters() -> None:
     """Flattened patches: samples are not rows. The loss has a margin and slices of the features, two losses added."""
     encoder, _, _ = encoder_and_inputs()
@@ -215,7 +229,7 @@ def test_graphs_are_kept_after_two_steps_in_the_measured_free_memory(monkeypatch
         (lambda x: Encoded(nn.Identity(), x, chunk=0), "chunk must be a positive integer"),
         (lambda x: GradientCache(own_loss).step(Encoded(lambda x: {"a": x}, x, chunk=2)), "an encoder returned dict"),
         (lambda x: GradientCache(lambda x: x).step(Encoded(nn.Linear(4, 2).double(), x)), "one scalar tensor"),
-        (lambda x: GradientCache(own_loss).step(Encoded(nn.Identity(), x[:0], chunk=2)), "has no samples"),
+        (lambda x: GradientCache(own_loss).step(Encoded(nn.Identity(), x, split=lambda x: [])), "no chunks"),
         (lambda x: GradientCache(own_loss).step(Encoded(nn.Identity(), x, tokens=2)), "requires inputs with an attent"),
     ],
 )
