@@ -6,7 +6,7 @@
 Each implementation trains the same random model on the same random data, in bf16 autocast with float32 parameters and
 fused AdamW. The loss is symmetric InfoNCE with a fixed scale. `--model bert` is a text bi-encoder of BERT-base size,
 `clip` a CLIP ViT-B/16. Try several values of --chunk: the best setting of each implementation counts. The others are
-measured if their packages are installed: sentence-transformers 5 or later (cached loss), and grad_cache, built by
+measured if their packages are installed: sentence-transformers 6 (cached loss), and grad_cache, built by
 `pip wheel git+https://github.com/luyug/GradCache`. --tiny runs small models, which is a test of the script on a CPU.
 """
 

@@ -1,4 +1,4 @@
-"""Train with sentence-transformers 5 or later: torchrun --nproc_per_node 2 train_sentence_transformers.py MODEL
+"""Train with sentence-transformers (tested with 6.2): torchrun --nproc_per_node 2 train_sentence_transformers.py MODEL
 
 MODEL: a name from the Hugging Face Hub or a folder. `CachedClipLoss` replaces CachedMultipleNegativesRankingLoss for
 pairs of texts, in both directions, with the pairs of all ranks as negatives.

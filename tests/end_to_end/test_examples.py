@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
-from megaclip.open_clip_package import import_open_clip
+from megaclip.open_clip_package import import_open_clip, import_torchvision
 from tests.end_to_end.training_runs import ROOT, free_port, launcher_environment
 from tests.tolerances import RUN, assert_close
 
@@ -91,6 +91,38 @@ def test_another_trainer_trains_on_the_whole_batch(tmp_path, expected, script, r
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     output = run([sys.executable, *launcher, Path(script).name], folder, **alone)
     assert_close([float(loss) for loss in re.findall(r"\bloss (\d\.\d{6})\b", output)], expected, RUN["loss"])
+
+
+def test_the_loss_class_for_sentence_transformers_has_the_gradients_of_their_own(monkeypatch):
+    """Their symmetric MultipleNegativesRankingLoss encodes the whole batch at once. They need not be installed."""
+    import_torchvision()
+    losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
+    monkeypatch.syspath_prepend(str(EXAMPLES / "gradient_cache"))
+    example = runpy.run_path(str(EXAMPLES / "gradient_cache/train_sentence_transformers.py"))
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = torch.nn.EmbeddingBag(60, 8).double()
+
+        def forward(self, features):
+            return {"sentence_embedding": self.table(features["input_ids"])}
+
+    gradients, values = [], []
+    texts = torch.randint(60, (2, 10, 12), generator=torch.Generator().manual_seed(1))
+    directions = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+    for loss_of in (
+        lambda model: losses.MultipleNegativesRankingLoss(model, **directions),
+        lambda model: example["CachedClipLoss"](model, mini_batch_size=3),
+    ):
+        model = Model()
+        loss = loss_of(model)([{"input_ids": ids, "modality": "text"} for ids in texts], None)
+        loss.backward()
+        values.append(loss.item())
+        gradients.append(model.table.weight.grad)
+    assert values[0] == pytest.approx(values[1], abs=1e-12)
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
 
 
 def test_the_runs_on_digit_scenes(tmp_path):
