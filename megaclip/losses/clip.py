@@ -79,7 +79,8 @@ class ClipLoss(SummedLoss):
         forward = _forward_pass(inputs, alpha, self.settings, way)
         dx, dy, d_negatives, missing = _backward_pass(inputs, alpha, forward, self.settings, way)
         _, dots = finish_gradient(dx, x, y, forward.pull, alpha)
-        loss, d_alpha = _means_over_ranks(forward.loss, dots.sum() + missing, way=way)
+        total = dots.sum() if missing is None else dots.sum() + missing
+        loss, d_alpha = _means_over_ranks(forward.loss, total, way=way)
         return LossAndSums(loss, dx, dy, forward.pull, alpha, d_alpha, torch.zeros_like(alpha), d_negatives)
 
 
@@ -160,11 +161,11 @@ def _from_positives(inputs: LossInputs, weights: float | Tensor, way: Way, y_all
 
 def _backward_pass(
     inputs: LossInputs, alpha: Tensor, forward: _Forward, settings: ClipLossSettings, way: Way
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the sums over the negatives dx, dy (b, D) and d_negatives, without factor alpha.
 
-    The fourth result is what `sum_i <x_i, dL/dx_i>` lacks of `alpha * dL/d(alpha)`, without factor alpha. It is 0 if
-    every logit has one factor x.
+    The fourth result is what `sum_i <x_i, dL/dx_i>` lacks of `alpha * dL/d(alpha)`, without factor alpha; None if every
+    logit has one factor x.
     """
     weights = _weights(inputs, settings)  # alpha is multiplied in after the sums
     row_weight, col_weight = (alpha.new_full((2,), weights) if isinstance(weights, float) else weights).unbind()
@@ -173,13 +174,14 @@ def _backward_pass(
     col = Terms(scale=alpha, shift=col_full, weight=col_weight)
     left_out: dict[str, Any] = {"ids": _masked_ids(inputs, settings), "limits": _limits(inputs, settings)}
     found = distributed_grads(inputs.x, inputs.y, row, col, way=way, y_all=forward.y_all, **left_out)
-    dx, dy, d_negatives, missing = found.dx, found.dy, alpha.new_empty(0), torch.zeros_like(alpha)
+    dx, dy, d_negatives, missing = found.dx, found.dy, alpha.new_empty(0), None
     if settings.same_side:
         sides = []
         for side, sign in ((inputs.x, -1), (inputs.y, 1)):
             # Pair i is row i and column i: the terms of both of its log-sum-exps meet in dx + dy.
             found = distributed_grads(side, side, row, col, way=way, y_all=None, **left_out)
-            missing = missing + sign * (side.to(alpha.dtype) * found.dx).sum()
+            own = sign * (side.to(alpha.dtype) * found.dx).sum()
+            missing = own if missing is None else missing + own
             sides.append(found.dx + found.dy)
         dx, dy = dx + sides[0], dy + sides[1]
     if forward.shift is not None:
@@ -220,7 +222,8 @@ class _InfoNCE(torch.autograd.Function):
         dx, dy, d_negatives, missing = _backward_pass(inputs, alpha, kept, ctx.settings, ctx.way)
         # L is a function of alpha*x, so alpha * dL/d(alpha) = sum_i <x_i, dL/dx_i>. The dots lack this factor alpha.
         dx, dy, dots = finish_gradients(dx, dy, x, y, kept.pull, alpha, d_loss)
-        (d_alpha,) = _means_over_ranks(dots.sum() + missing, way=ctx.way)
+        total = dots.sum() if missing is None else dots.sum() + missing
+        (d_alpha,) = _means_over_ranks(total, way=ctx.way)
         d_scale = gradient_of_scalar(d_alpha * d_loss, inputs.logit_scale)
         if inputs.negatives is not None:
             d_negatives = (d_negatives * (alpha * d_loss)).to(inputs.negatives.dtype)
