@@ -25,8 +25,6 @@ _NUMBERS = {
     "DEEPSPEED_TIMEOUT": (1, 1_000_000),
 }
 """Variables that are integers, with the smallest and the largest value. DEEPSPEED_TIMEOUT is in minutes."""
-_STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-"""Numbers of processes that mpirun or srun has started. These programs do not set WORLD_SIZE."""
 _MAX_TEMPORARY = 70
 """Longest path of the folder for temporary files, in bytes. Data workers create sockets in it, whose paths may have 107
 bytes."""
@@ -92,12 +90,6 @@ def _check_ranks(numbers: Mapping[str, int], variables: Mapping[str, str]) -> No
         raise ConfigError(
             f"MASTER_ADDR is {address!r}, which is no known host; use the name or the address of the first rank's host"
         )
-    for name in _STARTED:
-        if "WORLD_SIZE" not in numbers and variables.get(name, "").isdecimal() and int(variables[name]) > 1:
-            raise ConfigError(
-                f"{name} is {variables[name]}, but {size}: each process would run alone; let mpirun or srun start one "
-                "`megaclip launch` per host, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-            )
 
 
 def _is_known(address: str) -> bool:

@@ -41,7 +41,6 @@ _ENTRIES = ("state_dict_ema", "ema_state_dict", "model_ema", "state_dict", "mode
 _FOREIGN_NAMES = {
     r"(vision|text)_model\.": "holds transformers' CLIPModel or SiglipModel, whose format is not read; use the same "
     "model in open_clip's format, open_clip_model.safetensors or open_clip_pytorch_model.bin",
-    r".*\blora_[AB]\b": "holds a LoRA adapter; merge it into its model, and save the state dict of that",
 }
 _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Parts of names that torch.compile, FSDP and activation checkpointing insert."""
@@ -83,10 +82,6 @@ def read_tensors_of(path: Path, *, quick_gelu: bool = True) -> StateDict:
     for pattern, what in _FOREIGN_NAMES.items():
         if any(re.match(pattern, name) for name in tensors):
             raise CheckpointError(f"{path} {what}")
-    if tensors and not any(value.numel() for value in tensors.values()):
-        raise CheckpointError(
-            f"{path} holds empty placeholders, as DeepSpeed saves at ZeRO-3; join the weights with its zero_to_fp32.py"
-        )
     return tensors
 
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 from megaclip.commands.argument_types import CommandParser, integer, number
 from megaclip.config import TrainArguments
 from megaclip.config.command_line import DATASET_TYPES
-from megaclip.errors import ConfigError, DataError, MegaclipError
+from megaclip.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from megaclip.data import Tokenizer
@@ -86,36 +85,31 @@ def main() -> int:
     from megaclip.data import ImageTransform, open_pairs  # torch is imported after the flags are read
     from megaclip.data.inspection import Look, describe_dataset, time_loader
 
+    tokenizer, pixels = _preprocessing(arguments)
+    dataset = open_pairs(
+        arguments.data,
+        dataset_type=arguments.dataset_type,
+        image_key=arguments.image_key,
+        caption_key=arguments.caption_key,
+        image_root=arguments.image_root,
+        max_bad_fraction=1.0,  # the report shows what is left out
+    )
+    look = Look(dataset, tokenizer, ImageTransform(**pixels), arguments.samples)
+    report = {**describe_dataset(dataset), "sample": look.report(), "shown": look.shown}
+    limit = arguments.max_bad_fraction
+    left_out = (
+        source.reason_to_refuse(entry["samples"], limit)
+        for source, entry in zip(dataset.accounts, report["datasets"], strict=True)
+    )
+    refused = next(filter(None, left_out), "") or look.reason_to_refuse(limit)
     try:
-        tokenizer, pixels = _preprocessing(arguments)
-        dataset = open_pairs(
-            arguments.data,
-            dataset_type=arguments.dataset_type,
-            image_key=arguments.image_key,
-            caption_key=arguments.caption_key,
-            image_root=arguments.image_root,
-            max_bad_fraction=1.0,  # the report shows what is left out
-        )
-        look = Look(dataset, tokenizer, ImageTransform(**pixels), arguments.samples)
-        report = {**describe_dataset(dataset), "sample": look.report(), "shown": look.shown}
-        limit = arguments.max_bad_fraction
-        left_out = (
-            source.reason_to_refuse(entry["samples"], limit)
-            for source, entry in zip(dataset.accounts, report["datasets"], strict=True)
-        )
-        refused = next(filter(None, left_out), "") or look.reason_to_refuse(limit)
-        try:
-            report["loader"] = time_loader(
-                dataset, tokenizer, ImageTransform(**pixels, training=True), arguments.seconds
-            )
-        except DataError as error:
-            report["loader"] = {"failed": str(error)}
-            refused = refused or str(error)
-        report["refused"] = refused or None
-        if arguments.pictures:
-            draw_pictures(look, len(dataset), arguments.pictures)
-    except MegaclipError as error:
-        sys.exit(f"error: {error}")
+        report["loader"] = time_loader(dataset, tokenizer, ImageTransform(**pixels, training=True), arguments.seconds)
+    except DataError as error:
+        report["loader"] = {"failed": str(error)}
+        refused = refused or str(error)
+    report["refused"] = refused or None
+    if arguments.pictures:
+        draw_pictures(look, len(dataset), arguments.pictures)
     if arguments.json:
         print(json.dumps(report, indent=1))
     else:

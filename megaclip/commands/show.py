@@ -8,7 +8,6 @@
 The files belong to the installed version.
 """
 
-import sys
 from pathlib import Path
 
 from megaclip.commands.argument_types import CommandParser
@@ -21,10 +20,7 @@ def main() -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("name", nargs="?", metavar="NAME", help="page or file (default: list all)")
     name = parser.parse_args().name
-    try:
-        print(names() if name is None else file(name).read_text(encoding="utf-8").rstrip("\n"))
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    print(names() if name is None else file(name).read_text(encoding="utf-8").rstrip("\n"))
 
 
 def files() -> dict[str, Path]:

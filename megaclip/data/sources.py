@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from megaclip.data.captions import CaptionKeys
 from megaclip.data.image_folder import ImageFolder, walk_folder
 from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.order import MixtureOrder, SampleOrder, block_quotas
-from megaclip.data.parts import PartOfSource, held_out_rows
 from megaclip.data.patterns import expand_pattern, refuse_special_files
 from megaclip.data.source import Account, Source
 from megaclip.data.tables import METADATA_FILES, TABLE_TYPES, HubTable, Table, open_table
@@ -90,9 +90,9 @@ class PairDataset:
         """
         parts: tuple[list[Source], list[Source]] = ([], [])
         for source in self._sources:
-            held_out = held_out_rows(source, fraction)
+            held_out = _held_out_rows(source, fraction)
             for part, rows in zip(parts, (~held_out, held_out), strict=True):
-                part.append(PartOfSource(source, np.flatnonzero(rows), f"{fraction:g}"))
+                part.append(_PartOfSource(source, np.flatnonzero(rows), f"{fraction:g}"))
         if not all(map(len, (*parts[0], *parts[1]))):
             raise DataError(
                 f"--val-fraction is {fraction:g}, and a part of --train-data has too few images for it; use a larger "
@@ -138,6 +138,40 @@ class PairDataset:
         number = int(np.searchsorted(self._ends, sample_id, side="right"))
         source = self._sources[number]
         return source, sample_id - (int(self._ends[number]) - len(source))
+
+
+def _held_out_rows(source: Source, fraction: float) -> np.ndarray:
+    """Return which rows are held out, (len,) bool: by a hash of the image path, or else of the row number."""
+    paths = source.image_paths() if isinstance(source, Table) else None
+    keys = (str(row).encode() for row in range(len(source))) if paths is None else paths
+    return np.fromiter(map(zlib.crc32, keys), np.int64, len(source)) < fraction * 2**32
+
+
+class _PartOfSource:
+    """Some rows of a source, in their order."""
+
+    def __init__(self, source: Source, rows: np.ndarray, name: str) -> None:
+        """rows: (n,) int64, ascending. name: name of the part, for the checksum."""
+        self._source, self._rows = source, rows
+        self.kind, self.account, self.columns = source.kind, source.account, source.columns
+        self.checksum = f"{source.checksum} {name}"
+        ends = np.cumsum(source.shard_sizes)
+        self.shard_sizes = np.diff(np.searchsorted(rows, ends), prepend=0)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, row: int) -> RawSample:
+        return self._source.read(int(self._rows[row]))
+
+    def captions(self, row: int) -> tuple[str, ...]:
+        return self._source.captions(int(self._rows[row]))
+
+    def shard_name(self, row: int) -> str:
+        return self._source.shard_name(int(self._rows[row]))
+
+    def manifest(self) -> list[list[Any]]:
+        return self._source.manifest()
 
 
 def open_pairs(

@@ -31,7 +31,7 @@ def test_a_value_of_any_length_is_shown_in_part() -> None:
         ("adamw", {"Adam", "AdamW", "SGD"}, "AdamW"),  # by its letters alone, Adam would be nearer
         ("vit_b_32", {"ViT-B-32", "ViT-S-32", "convnext_base_w_320"}, "ViT-B-32"),
         ("ViT-B/32", {"ViT-B-32", "ViT-S-32"}, "ViT-B-32"),
-        ("--lrr", {"--lr-min", "--lr_min"}, "--lr-min"),  # spelled as in --help
+        ("--lr-mn", {"--lr-min", "--lr_min"}, "--lr-min"),  # spelled as in --help
     ],
 )
 def test_the_case_of_letters_and_the_separators_do_not_matter_for_the_nearest_word(word, known, expected) -> None:

@@ -132,13 +132,11 @@ REFUSED = {
     "cut safetensors": (save(ONE)[:-1], "is incomplete or damaged"),
     "noise": (bytes(range(1, 200)), "is no file of torch.save or safetensors"),
     "transformers": (pickled({"vision_model.embeddings.class_embedding": torch.ones(2), **ONE}), "CLIPModel"),
-    "LoRA": (pickled({"model.visual.attn.lora_A.weight": torch.ones(2)}), "LoRA adapter"),
     "optimizer": (pickled({"optimizer_state_dict": {"a": 1}, "ds_config": {}}), "it has optimizer_state_dict, ds_con"),
     "student and teacher": (
         pickled({"student.logit_scale": torch.ones(()), "teacher.logit_scale": torch.ones(())}),
         "holds several models, student., teacher.",
     ),
-    "ZeRO-3": (pickled({"module": {"visual.proj": torch.empty(0)}}), r"zero_to_fp32\.py"),
     "torch named": (pickled(ONE), "is a file of torch.save; rename it"),
     "numbers as names": (pickled({"state_dict": {1: torch.ones(2)}}), "its keys are not names"),
 }

@@ -10,7 +10,7 @@ from PIL import Image
 from megaclip.commands import inspect_data
 from megaclip.data import ImageTransform, TrainLoader, load_tokenizer, open_pairs
 from megaclip.engine.inputs import model_preprocessing
-from megaclip.errors import DataError
+from megaclip.errors import DataError, MegaclipError
 from tests.unit.data.data_samples import pair_members, picture, write_shards, write_tar
 
 
@@ -25,6 +25,8 @@ def inspect(monkeypatch, capsys):
             code = inspect_data.main()
         except SystemExit as error:
             code = error.code
+        except MegaclipError as error:
+            code = f"error: {error}"
         return code, capsys.readouterr().out
 
     return run
