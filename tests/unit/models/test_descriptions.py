@@ -77,7 +77,7 @@ def test_towers_without_features_for_the_loss_are_refused(tmp_path, tower, chang
         ({"audio_cfg": {"width": 8}}, "audio tower"),
         ({"vision_cfg": {"timm_model_name": "naflexvit_base_patch16_gap"}}, "NaFlex"),
         ({"vision_cfg": {"timm_model_name": "x", "image_size": [32, 64]}}, "not square"),
-        ({"vision_cfg": {"timm_model_name": "x", "image_size": [32, 32]}}, r"a valid integer, got \[32, 32\]"),
+        ({"vision_cfg": {"timm_model_name": "x", "image_size": "32px"}}, "a valid integer, got .32px"),
         ({"vision_cfg": {"timm_model_name": "x", "timm_pol": "avg"}}, "nearest valid key is vision_cfg.timm_pool"),
         ({"vision_cfg": {"timm_model_name": "x", "output_tokens": True}}, "output_tokens"),
         ({"vision_cfg": {"layers": [1, 1, 1, 1], "patch_dropout": 0.5}}, "no effect on a ResNet"),
