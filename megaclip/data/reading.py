@@ -75,7 +75,7 @@ class Loaded:
     fatal: str = ""
     """Reason why there is no batch."""
     repeated_images: int = 0
-    """Number of images of a training batch that are equal to an earlier one of it."""
+    """Number of images of a training batch that are equal to an earlier one of it, of another row."""
 
     def pin_memory(self) -> Loaded:
         """Return a copy in page-locked memory. torch's DataLoader calls this."""
@@ -100,7 +100,7 @@ class TrainReader:
     def read(self, ids: np.ndarray, epochs: np.ndarray) -> Loaded:
         """Return the batch of `ids` (b,). Each sample is augmented by (seed, its epoch, its id)."""
         images, captions, bad_samples = list[torch.Tensor](), list[str](), list[BadSampleReport]()
-        digests, pair_ids = set[int](), list[int]()
+        digests, pair_ids = set[tuple[int, int]](), list[int]()
         for sample_id, epoch in zip(ids.tolist(), epochs.tolist(), strict=True):
             try:
                 pair = self._read_or_substitute(sample_id, epoch, bad_samples)
@@ -121,13 +121,14 @@ class TrainReader:
             digests.add(pair[2])
             pair_ids.append(pair[3])
         batch = TrainBatch(torch.stack(images), self._tokenizer(captions), torch.tensor(pair_ids))
-        repeated = len(images) - len(digests)
+        # A row that is in the batch twice, as a substitute or at the end of an epoch, is no equal image.
+        repeated = len(digests) - len({digest for digest, _ in digests})
         return Loaded(batch, bad_samples, len(images) + len(bad_samples), repeated_images=repeated)
 
     def _read_or_substitute(
         self, sample_id: int, epoch: int, bad_samples: list[BadSampleReport]
-    ) -> tuple[torch.Tensor, str, int, int] | None:
-        """Return pixels, caption, a digest of the image file and the pair's id, or None if all candidates are bad."""
+    ) -> tuple[torch.Tensor, str, tuple[int, int], int] | None:
+        """Return pixels, caption, a digest of the image with its row, and the pair's id, or None if all are bad."""
         first, count = self._dataset.siblings(sample_id)
         for candidate in itertools.chain([sample_id], _substitutes(self._seed, sample_id, first, count)):
             note_row(candidate)
@@ -136,7 +137,7 @@ class TrainReader:
                 check_caption(raw)
                 image = decode_image(self._transform, raw, (self._seed, epoch, sample_id))
                 caption = _one_caption(raw, epoch + sample_id)
-                return image, caption, hash(raw.image), _pair_id(raw, caption, self._dataset.id_key)
+                return image, caption, (hash(raw.image), candidate), _pair_id(raw, caption, self._dataset.id_key)
             except BadSample as bad:
                 # Substitutes are drawn uniformly, so counting the bad ones does not bias the rate.
                 bad_samples.append(BadSampleReport(bad.kind, bad.detail, self._dataset.shard_name(candidate)))

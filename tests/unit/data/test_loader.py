@@ -504,16 +504,20 @@ def test_full_shared_memory_is_a_data_error_at_once():
     assert "shared memory is full" in line and "docker run --shm-size" in line
 
 
-def test_equal_images_in_a_micro_batch_are_reported_once(tmp_path, caplog):
-    """One row per caption, as in Flickr30k: an image is then a negative of its own captions."""
-    members = [m for n in range(STEP) for m in ((f"{n}.png", picture(n // 5)), (f"{n}.txt", b"caption %d" % n))]
-    for name, count in (("repeated", 1), ("different", 0)):
-        members = members if count else pair_members(range(STEP))
-        loader = loader_of(open_pairs([str(write_tar(tmp_path / f"{name}.tar", members))]))
-        caplog.clear()
-        for _ in range(3):
-            next(loader)
-        assert caplog.text.count("is a negative of its own caption") == count
+@pytest.mark.parametrize(
+    ("per_image", "id_key", "blank", "reports"),
+    [(5, "caption", 0, 1), (1, "caption", 0, 0), (5, "image", 0, 0), (1, "caption", STEP // 2, 0)],
+    ids=["repeated", "different", "known to the loss", "substitutes"],
+)
+def test_equal_images_in_a_micro_batch_are_reported_once(tmp_path, caplog, per_image, id_key, blank, reports):
+    """One row per caption, as in Flickr30k: an image is then a negative of its own captions. Substitutes are not."""
+    captions = [b"" if n < blank else b"caption %d" % n for n in range(STEP)]
+    members = [m for n in range(STEP) for m in ((f"{n}.png", picture(n // per_image)), (f"{n}.txt", captions[n]))]
+    shard = write_tar(tmp_path / "x.tar", members)
+    loader = loader_of(open_pairs([str(shard)], id_key=id_key), max_bad_fraction=1.0)
+    for _ in range(3):
+        next(loader)
+    assert caplog.text.count("is a negative of its own caption") == reports
 
 
 def test_held_out_samples_are_those_of_whole_images(tmp_path):
