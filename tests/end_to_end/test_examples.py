@@ -173,11 +173,12 @@ def test_fine_tuning_from_a_released_model_to_an_export_that_open_clip_loads(tin
 
 
 def assert_only_unlocked_weights_have_changed(folder: Path) -> None:
-    """Compare the export with the release: two groups of the image tower and the whole text tower were trained."""
+    """Compare with the release, in float32 although the run had bf16: two groups of the image tower and the text tower
+    were trained."""
     before = load_file(folder / "downloaded" / "open_clip_model.safetensors")
     after = load_file(folder / "exported" / "open_clip_model.safetensors")
     unlocked = re.compile(r"visual\.(proj|ln_post|transformer\.resblocks\.2)\b")
     assert before.keys() == after.keys()
     for name, value in before.items():
         trained = not name.startswith("visual.") or unlocked.match(name) is not None
-        assert trained != torch.equal(value.bfloat16().float(), after[name]), name
+        assert trained != torch.equal(value, after[name]), name

@@ -52,7 +52,6 @@ def test_train_resume_and_export(
         done = launch(flags(tiny_run, config, tmp_path, **changes, **more, train_steps=steps, resume=resume))
         assert done.exit_code == 0, done.output
         assert "towers: open_clip's modules ModifiedResNet and HFTextEncoder" in done.output
-        assert "open_clip's towers are traced on the meta device" in done.output
     assert "resumed from" in done.output
 
     exported = tmp_path / "exported"
