@@ -7,6 +7,8 @@ features that are W times those of the global mean loss, and the whole gradients
 Shapes: n samples of this rank, D embedding.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from megaclip.cache.engines import modules_of, passes_of
 from megaclip.cache.inputs import Chunks, divided, elements_of
@@ -109,6 +112,7 @@ class GradientCache:
         encoded = {key: value for key, value in values.items() if isinstance(value, Encoded)}
         self._last_built_graph = False
         self._encoders = [value.encoder for value in encoded.values()]
+        self._check_engines()
         sources = self._sources(list(encoded.values()))
         passes = Passes(sources, self._engine)
         passes.encode()
@@ -201,6 +205,21 @@ class GradientCache:
 
     def _count_forward(self, *_: Any) -> None:
         self._forwards += 1
+
+    def _check_engines(self) -> None:
+        """Raise ConfigError if an encoder names a trained engine that was not passed: its gradients would be wrong."""
+        for encoder in self._encoders:
+            encoder = encoder.func if isinstance(encoder, functools.partial) else encoder
+            names = inspect.getclosurevars(encoder) if inspect.isfunction(encoder) else None
+            used = [encoder, *names.nonlocals.values(), *names.globals.values()] if names else [encoder]
+            for module in (getattr(each, "_orig_mod", each) for each in used):
+                if not isinstance(module, DeepSpeedEngine | DistributedDataParallel) or module in self._modules:
+                    continue
+                if any(parameter.requires_grad for parameter in module.parameters()):
+                    raise ConfigError(
+                        f"an encoder calls a {type(module).__name__} that GradientCache does not know; pass it as "
+                        "`engine`"
+                    )
 
     def _check_joined(self, joined: dict[Any, Tensor]) -> None:
         stage_3 = [m for m in self._modules if isinstance(m, DeepSpeedEngine) and m.zero_optimization_stage() == 3]

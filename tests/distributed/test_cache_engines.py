@@ -316,6 +316,12 @@ VARIANTS: dict[str, tuple[Callable[[], tuple[Any, Model]], str, float]] = {
 REFUSED: dict[str, tuple[Callable[[], tuple[Any, Model]], str, str]] = {
     "static graph": (lambda: ddp(static_graph=True), "engine", "static_graph=True"),
     "methods of DeepSpeed's module": (lambda: zero(2), "module", "did not call the DeepSpeed engine"),
+    "DeepSpeed's engine is not passed": (
+        lambda: zero(2),
+        "unknown",
+        "a DeepSpeedEngine that GradientCache does not",
+    ),
+    "DDP's module is not passed": (ddp, "unknown", "a DistributedDataParallel that GradientCache"),
     "partitioned scale": (lambda: zero(3), "engine", r"'logit_scale' was computed from a partitioned parameter"),
     "samples of one rank": (ddp, "broken", "bad sample|rank 1 could not divide its inputs"),
 }
@@ -328,7 +334,7 @@ def vary(build: Callable[[], tuple[Any, Model]], calls: str, keep: int) -> dict[
     dtype = next(model.parameters()).dtype
     clip = ClipLoss()
     loss = (lambda x, y: clip(x, y, model.log_scale.exp())) if calls == "loss" else clip
-    cache = GradientCache(loss, engine, keep=keep)
+    cache = GradientCache(loss, None if calls == "unknown" else engine, keep=keep)
 
     def split(x: Tensor) -> list[Tensor]:
         if calls == "broken" and dist.get_rank() == 1:
