@@ -63,9 +63,7 @@ class RunLock:
             BusyError: another run holds it. The message names its host, its process and its start.
             OSError: the folder cannot be written to.
         """
-        lease = self._folder / _LEASE
-        if lease.is_file() and not lease.stat().st_size:  # after a power cut: filelock never writes an empty file
-            lease.unlink(missing_ok=True)
+        _delete_empty(self._folder / _LEASE)
         try:
             self._lease.acquire(timeout=2 * SILENCE_S, poll_interval=0.2, cancel_check=self._other_is_alive())
         except Timeout:
@@ -127,6 +125,19 @@ class RunLock:
             f"{holder['since']}; wait until it ends, end it with  kill -USR1 {holder['pid']}  on that host, or choose "
             "another --name"
         )
+
+
+def _delete_empty(lease: Path) -> None:
+    """Delete a lease that has been empty for long, which a power cut leaves and filelock takes for that of a live run.
+
+    A lease is also empty for the moment between its creation and its first line.
+    """
+    try:
+        status = lease.stat()
+        if status.st_size == 0 and time.time() - status.st_mtime > SILENCE_S:
+            lease.unlink()
+    except FileNotFoundError:
+        pass
 
 
 def _is_of_this_host(holder: dict[str, Any]) -> bool:

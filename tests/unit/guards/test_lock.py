@@ -107,9 +107,17 @@ def test_a_zombie_does_not_hold_a_folder(tmp_path):
 def test_damaged_files_do_not_block_their_folder(tmp_path, content):
     (tmp_path / LOCK).write_text(content)
     (tmp_path / ".lock").write_text(content)
+    os.utime(tmp_path / ".lock", (0, 0))
     lock = RunLock(tmp_path)
     lock.take()
     lock.release()
+
+
+def test_a_lock_that_another_run_has_created_and_not_yet_written_is_not_deleted(tmp_path):
+    (tmp_path / ".lock").touch()
+    with pytest.raises(ConfigError, match="is in use by another run"):
+        RunLock(tmp_path).take()
+    assert (tmp_path / ".lock").exists()
 
 
 def test_of_runs_that_start_at_the_same_moment_one_gets_the_lock(tmp_path):
