@@ -168,7 +168,7 @@ class MegaclipSteps:
         self.text_micro_batch = batch_layout.text_micro_batch * inputs.config.megaclip.tensor_parallel_size
         run = Run(arguments, inputs, batch_layout, folder, plan)
         self._trainer = run.trainer
-        self._data = run.open_data()
+        self._data = run.trainer.open_data(folder)
         self._batch = self._data.__enter__()
         bind, update = self._trainer.loss.bind, self._trainer.engine.step
 

@@ -23,7 +23,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 
 from megaclip.checkpoint import search
 from megaclip.config import load_training_config, parse_arguments
-from megaclip.engine.spare_ranks import usable_ranks
+from megaclip.engine.process_group import usable_ranks
 from megaclip.errors import ConfigError, MegaclipError, first_line, nearest
 from megaclip.hosts.agent import Agent
 

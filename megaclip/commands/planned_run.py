@@ -82,7 +82,7 @@ def described_cluster(arguments: argparse.Namespace, **counts: Any) -> Cluster:
 
 def _clusters_like_this(arguments: argparse.Namespace, config: TrainingConfig) -> Cluster:
     """Return hosts like this machine, with the memory that is free on it now."""
-    from megaclip.engine.this_machine import this_machine
+    from megaclip.engine.preflight import this_machine
 
     if measured := [name for name in ("gpu", "gpu_memory", "host_memory", "disk") if getattr(arguments, name)]:
         raise ConfigError(f"--{measured[0].replace('_', '-')} describes another machine; remove it or --here")

@@ -13,21 +13,20 @@ A run starts (`run.train`):
 - `run`: the run and its training loop, which decides when to save, evaluate and stop.
 - `inputs`, `tokenizer_choice`: read configuration, data, tokenizer and model description, before any process group
   exists.
-- `process_group`: joins the ranks that the launcher has started. `equal_inputs` then compares their inputs.
-  `spare_ranks` keeps the ranks that the batch cannot use out of the group.
-- `preflight`: compares the planned memory of the run with the free memory (`this_machine`), and refuses a run that
-  does not fit. It also decides where images and embeddings are kept, and how many graphs.
+- `process_group`: joins the ranks that the launcher has started, except those that the batch cannot use.
+  `equal_inputs` then compares their inputs.
+- `preflight`: compares the planned memory of the run with the free memory, and refuses a run that does not fit. It also
+  decides where images and embeddings are kept, and how many graphs.
 - `run_folder`: creates the run's folder, locks it for this run, and writes its settings and its summary.
 - `schedule`: the number of steps, when to save and evaluate, and the learning rate of each step.
-- `training_data`: opens the training data, with a step's images where the plan keeps them.
-- `trainer`: builds the engine (`megaclip.zero.build`) and takes optimizer steps: `megaclip.step` computes the
-  gradients, and `megaclip.zero.optimizers` takes the update.
+- `trainer`: builds the engine (`megaclip.zero.build`), opens the training data, and takes optimizer steps:
+  `megaclip.step` computes the gradients, and `megaclip.zero.optimizers` takes the update.
 - `run_loss`: the loss, with the sample ids, the epoch, and the optimizer and state that some losses own.
 - `resume`: finds the checkpoint that --resume specifies, checks that it belongs to this run, and loads it.
 
-Between steps `checkpoints` saves, `evaluations` evaluates, and `best_checkpoint` records the checkpoint with the best
-scores. `metrics` reports all of them, in the log, to TensorBoard and to DeepSpeed's monitors. `megaclip.guards` watches
-the run.
+Between steps `checkpoints` saves and records the checkpoint with the best scores, and `evaluations` evaluates.
+`metrics` reports all of them, in the log, to TensorBoard and to DeepSpeed's monitors. `megaclip.guards` watches the
+run.
 
 Tools use `saved_model`, which loads an export or a checkpoint with its transform and tokenizer. A run writes its model
 card by it too.

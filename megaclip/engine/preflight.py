@@ -10,23 +10,24 @@ where `data_offload` keeps them. With --no-plan nothing is refused; the run stil
 """
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import deepspeed.comm as dist
+import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from megaclip.cache.kept_graphs import MEASURED_MARGIN
 from megaclip.comm.collectives import gather_integers, gather_objects, raise_on_all_ranks
-from megaclip.comm.groups import by_node, resolve
+from megaclip.comm.groups import by_node, ranks_of_this_node, resolve
 from megaclip.comm.machine import machine_of
 from megaclip.config import MegaclipSection, TrainArguments
 from megaclip.data.workers import SHARED_MEMORY_ADVICE
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.schedule import RunLength
-from megaclip.engine.this_machine import this_machine
 from megaclip.errors import ConfigError
 from megaclip.logging import format_bytes, get_logger
 from megaclip.models import OpenClipConfig
@@ -40,6 +41,7 @@ from megaclip.planner import (
     tensor_parallel_verdict,
     zero_stage_verdict,
 )
+from megaclip.planner.cluster import GPUS, describe
 from megaclip.planner.compile_estimate import check_recomputation, compile_estimate
 from megaclip.planner.memory import choose_way_of_loss, loader_bytes, store_bytes, with_kept_graphs
 from megaclip.planner.phases import graph_bytes
@@ -50,6 +52,7 @@ from megaclip.step.layout import graphs_that_fit
 logger = get_logger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
@@ -274,3 +277,54 @@ def workload_of(arguments: TrainArguments, inputs: Inputs, world_size: int) -> W
         steps=min(steps, arguments.stop_after_steps or steps),
         async_save=arguments.async_save,
     )
+
+
+def this_machine(world_size: int, folder: Path, nvme_paths: list[Path]) -> Cluster:
+    """Return the hosts of a run, which are assumed to be like this one.
+
+    Args:
+        world_size: ranks of the run.
+        folder: the folder of the step store. It may not exist yet.
+        nvme_paths: the folders that ZeRO-3 offloads to. If they are on other disks, the disk with the fewest free bytes
+            counts.
+    """
+    gpu = get_accelerator().device_name() == "cuda"
+    on_host = min(world_size, torch.cuda.device_count()) if gpu else world_size
+    on_host = min(world_size, ranks_of_this_node() or on_host)
+    existing = _existing(folder)
+    others = [path for path in map(_existing, nvme_paths) if path.stat().st_dev != existing.stat().st_dev]
+    free, total = torch.cuda.mem_get_info() if gpu else (0, 0)
+    name = _preset(torch.cuda.get_device_name()) if gpu else "cpu"
+    return replace(
+        describe(gpu=name, gpus=on_host, hosts=max(1, world_size // on_host)),
+        gpu_memory=float(free),
+        gpu_total_memory=float(total),
+        host_memory=float(free_host_memory()),
+        disk=float(shutil.disk_usage(existing).free),
+        nvme=min((float(shutil.disk_usage(path).free) for path in others), default=None),
+    )
+
+
+def free_host_memory() -> int:
+    """Return the free bytes of host memory: of the machine or, if smaller, of this process's control group."""
+    free = psutil.virtual_memory().available
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit != "max":
+            statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+            cache = int(statistics["inactive_file"])  # the page cache counts as used and is freed when needed
+            free = min(free, int(limit) - int((_CGROUP / "memory.current").read_text()) + cache)
+    except (OSError, KeyError, ValueError):
+        pass  # without a version 2 control group only the machine's free memory counts
+    return max(0, free)
+
+
+def _preset(device: str) -> str:
+    """Return the GPU whose rates are used for `device`: the GPU of the same name, else the GPU that was measured."""
+    words = set(re.split(r"\W+", device.lower()))  # such as "NVIDIA A100-SXM4-40GB" for "a100-40gb"
+    return next((name for name in GPUS if words.issuperset(name.split("-"))), "h200")
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder, or the first one above it that exists."""
+    return next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())

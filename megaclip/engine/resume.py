@@ -115,7 +115,13 @@ def resume(
         logger.info("converting a checkpoint of %s to %s", was, now)
         load_resharded(engine, found[0] / found[1])
     with raise_on_all_ranks():
-        loss.load(store.read_loss_states(*found))
+        loss_states = store.read_loss_states(*found)
+        if loss.own is not None:
+            loss.own.load_checkpoint_state(loss_states)
+        elif next(iter(loss_states), None) is not None:
+            raise CheckpointError(
+                "the checkpoint holds per-sample state of a global contrastive loss; set megaclip.loss to that loss"
+            )
     logger.info("resumed from %s at step %d", found[0] / found[1], state["step"])
     return state["step"], run
 

@@ -3,14 +3,13 @@
 launch/train.py calls `main(argv)` on every rank. `train` then reads and checks all inputs, starts the process group,
 checks that the run fits into memory, builds the engine (`Run`), resumes if requested, and runs the training loop
 (`Run._train_steps`): one optimizer step at a time (`Trainer.train_step`), with checkpoints (`Checkpoints`) and
-evaluations (`Evaluations`) in between.
+evaluations in between.
 """
 
 import os
 import shlex
 import signal
 import time
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import deepspeed.comm as dist
@@ -21,11 +20,11 @@ from megaclip.config import BatchLayout, TrainArguments, parse_arguments
 from megaclip.data import check_batch
 from megaclip.engine.checkpoints import Checkpoints
 from megaclip.engine.equal_inputs import require_equal_inputs
-from megaclip.engine.evaluations import Evaluations
+from megaclip.engine.evaluations import evaluate
 from megaclip.engine.inputs import Inputs, read_inputs
 from megaclip.engine.metrics import Metrics
 from megaclip.engine.preflight import check_fit, report_peak
-from megaclip.engine.process_group import start_process_group
+from megaclip.engine.process_group import end_spare_ranks, start_process_group, wait_if_spare
 from megaclip.engine.resume import describe_run
 from megaclip.engine.run_folder import (
     SUMMARY,
@@ -37,9 +36,7 @@ from megaclip.engine.run_folder import (
 )
 from megaclip.engine.saved_model import locked_weights, write_model_folder
 from megaclip.engine.schedule import RunLength
-from megaclip.engine.spare_ranks import end_spare_ranks, wait_if_spare
 from megaclip.engine.trainer import Trainer
-from megaclip.engine.training_data import open_training_data
 from megaclip.errors import DataError, MegaclipError, refused_before_training
 from megaclip.guards.launcher import end_with_launcher
 from megaclip.guards.signals import StopSignals
@@ -103,8 +100,8 @@ def train(arguments: TrainArguments) -> int:
     with run_folder(arguments) as folder:
         with refused_before_training():
             run = Run(arguments, inputs, batch_layout, folder, memory_plan)
-            run.resume()
-        run.write_description()  # after resume(): a checkpoint that is refused must leave the old description unchanged
+            run.checkpoints.resume()
+        run.write_description()  # not before: a checkpoint that is refused must leave the old description unchanged
         if run.is_finished():
             source = folder if arguments.resume == "auto" else arguments.resume
             logger.info("nothing left to train: %s has all %d steps", source, run.last_step)
@@ -120,7 +117,7 @@ def train(arguments: TrainArguments) -> int:
 class Run:
     """One rank's part of a run: the trainer, and when it saves, evaluates and stops.
 
-    Construct it, then call `resume`, `write_description` and `train_to_end`, on all ranks together.
+    Construct it, then call `checkpoints.resume`, `write_description` and `train_to_end`, on all ranks together.
     """
 
     def __init__(
@@ -142,21 +139,14 @@ class Run:
         identity = describe_run(inputs, arguments, batch_layout, self.length.total_steps)
         self.checkpoints = Checkpoints(folder, arguments, self.trainer, identity, self.settings)
         self.watchdog = Watchdog(folder, arguments.hang_timeout)
-        self.evaluations = Evaluations(arguments, inputs, self.trainer, self.watchdog.watched)
+        self.scores: dict[str, float] = {}
+        """Scores of the last evaluation, by name."""
         self._is_first_rank = dist.get_rank() == 0
 
     @property
     def step(self) -> int:
         """Number of optimizer steps done."""
         return self.trainer.step
-
-    def resume(self) -> None:
-        """Load the checkpoint that --resume specifies, if any.
-
-        Raises:
-            CheckpointError, DataError: on every rank: the checkpoint does not exist, or this run cannot resume from it.
-        """
-        self.checkpoints.resume()
 
     def write_description(self) -> None:
         """Write the model card, the tokenizer and settings.json on the first rank.
@@ -194,7 +184,12 @@ class Run:
                 (self.folder / SUMMARY).unlink(missing_ok=True)  # from a shorter run, or from discarded steps
         self._log_batch()
         self.checkpoints.training_starts()
-        with StopSignals() as signals, self.watchdog, self._open_metrics() as metrics, self.open_data() as batch:
+        with (
+            StopSignals() as signals,
+            self.watchdog,
+            self._open_metrics() as metrics,
+            self.trainer.open_data(self.folder) as batch,
+        ):
             try:
                 stop_signal = self._train_steps(batch, metrics, signals)
             except DataError as error:  # raised on every rank before an update, so the last step is complete
@@ -209,9 +204,7 @@ class Run:
             if stop_signal is None:
                 with report_write_errors(has_trained=True):
                     if self._is_first_rank:
-                        write_summary(
-                            self.folder, self.step, self.evaluations.scores, metrics.bad_samples, metrics.samples_per_s
-                        )
+                        write_summary(self.folder, self.step, self.scores, metrics.bad_samples, metrics.samples_per_s)
             self._log_end(stop_signal)
         return stop_signal
 
@@ -256,26 +249,15 @@ class Run:
 
     def _evaluate(self, metrics: Metrics) -> None:
         """Evaluate, if the command line specifies evaluation data, and record whether the checkpoint is the best."""
-        if not self.evaluations.has_data:
+        if self.inputs.validation is None and self.inputs.labelled is None:
             return
         with self.watchdog.phase("an evaluation"):
-            self.evaluations.run(metrics)
+            self.scores = evaluate(self.trainer, metrics, self.watchdog.watched)
             self.checkpoints.finish()  # a checkpoint counts when it is complete
             with report_write_errors(has_trained=True):
                 if self._is_first_rank:
-                    self.checkpoints.best.evaluated(self.step, self.evaluations.scores)
+                    self.checkpoints.best.evaluated(self.step, self.scores)
             metrics.restart_clock()
-
-    def open_data(self) -> AbstractContextManager[StepStore]:
-        """Return a context manager around this rank's training data from the next step on; every rank opens it."""
-        return open_training_data(
-            self.arguments,
-            self.inputs,
-            self.trainer.memory_plan,
-            self.trainer.engine,
-            folder=self.folder,
-            samples_consumed=self.trainer.samples_consumed,
-        )
 
     def _open_metrics(self) -> Metrics:
         return Metrics(

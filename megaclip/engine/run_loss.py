@@ -1,23 +1,19 @@
 """The loss of a run, with its inputs other than features (sample ids, the epoch) and its own update and state.
 
-InfoNCE and the sigmoid loss require none of these, so for them most methods here do nothing. The global losses
-(`megaclip.losses.fastclip`) own the temperature tau and do not use the model's `logit_scale`, which receives a zero
-gradient. It only receives log(1/tau) before each checkpoint (`write_scale`), because exports read it there. With
-per-sample temperatures that is the mean over the last batch.
+InfoNCE and the sigmoid loss require none of these. The global losses (`megaclip.losses.fastclip`) own the temperature
+tau and do not use the model's `logit_scale`, which receives a zero gradient.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megaclip.config import MegaclipSection
-from megaclip.errors import CheckpointError, ConfigError
+from megaclip.errors import ConfigError
 from megaclip.losses import LOSSES, FastClipLoss
 from megaclip.losses.settings import LossSettings
 from megaclip.step.gradient_cache import ContrastiveLoss
-from megaclip.zero.logit_scale import LogitScale
-from megaclip.zero.weight_average import WeightAverage
 
 
 class RunLoss:
@@ -37,7 +33,6 @@ class RunLoss:
         warmup: int,
         device: torch.device,
     ) -> None:
-        self._total_steps = total_steps
         options: dict[str, Any] = section.model_dump(include=set(LossSettings.model_fields))
         if section.is_global:
             options |= section.fastclip.model_dump(exclude_none=True) | {"samples": samples}
@@ -54,7 +49,8 @@ class RunLoss:
             options["cuda_graphs"] = False  # the host launches the loss while the GPU still computes the towers
         self._uses_pair_ids = section.same_ids != "ignore"
         self._loss = LOSSES[section.loss](**options).to(device)
-        self._global = self._loss if isinstance(self._loss, FastClipLoss) else None
+        self.own = self._loss if isinstance(self._loss, FastClipLoss) else None
+        """The loss if it is global: it has a temperature, per-sample state and an update of its own."""
 
     def bind(
         self, ids: Callable[[], torch.Tensor], epoch: float, pair_ids: Callable[[], torch.Tensor] | None = None
@@ -66,12 +62,12 @@ class RunLoss:
         epoch: number of completed epochs, as a fraction.
         pair_ids: returns the ids (b,) int64 of equal pairs, after the towers have run. megaclip.same_ids requires it.
         """
-        if self._global is None:
+        if self.own is None:
             if not self._uses_pair_ids:
                 return self._loss
             assert pair_ids is not None, "the loss requires ids"
             return lambda x, *others: self._loss(x, *others, ids=pair_ids().to(x.device))
-        loss, ticket = self._global, self._global.state.fetch(ids())  # every rank of a run has equally many ids
+        loss, ticket = self.own, self.own.state.fetch(ids())  # every rank of a run has equally many ids
 
         def evaluate(
             image_features: torch.Tensor, text_features: torch.Tensor, scale: torch.Tensor, *bias: torch.Tensor
@@ -82,49 +78,13 @@ class RunLoss:
 
         return evaluate
 
-    def check(self) -> None:
-        """Raise NonFiniteError, on every rank, if `update` would raise it. Call it after the loss's backward pass."""
-        if self._global is not None:
-            self._global.check_step()
-
-    def update(self, step: int) -> None:
-        """Update the loss's own parameters and state, after the model's update. step: number of earlier steps."""
-        if self._global is not None:
-            self._global.step(step, self._total_steps)
-
     @property
     def length_dependent_setting(self) -> str | None:
         """Setting of the loss whose effect depends on the run's number of steps, or None."""
-        if self._global is None:
+        if self.own is None:
             return None
-        if self._global.gamma_schedule == "cosine" and self._gamma_epochs_are_default:
+        if self.own.gamma_schedule == "cosine" and self._gamma_epochs_are_default:
             return "megaclip.fastclip.gamma_epochs, by default half of the epochs,"
-        if self._global.settings.temperature_schedule == "cosine":
+        if self.own.settings.temperature_schedule == "cosine":
             return 'megaclip.fastclip.temperature_schedule "cosine"'
         return None
-
-    def settled_scale(self, logit_scale: LogitScale) -> torch.Tensor:
-        """Return log(1/tau), (1,) float32, after an update: the loss's own, or the model's, clamped to its bounds.
-
-        Every rank must call it.
-        """
-        return logit_scale.clamp_() if self._global is None else self._global.log_scale
-
-    def write_scale(self, logit_scale: LogitScale, average: WeightAverage) -> None:
-        """Copy the loss's own log(1/tau) to the model and its average, before a checkpoint. Every rank must call it."""
-        if self._global is not None:
-            logit_scale.write(self._global.log_scale)
-            average.write_log_scale(self._global.log_scale)
-
-    def checkpoint_state(self) -> dict[str, Any] | None:
-        """Return this rank's part of the loss's state, or None if the loss has no state."""
-        return None if self._global is None else self._global.checkpoint_state()
-
-    def load(self, parts: Iterable[dict[str, Any]]) -> None:
-        """Load the state from the parts of all ranks. Raises CheckpointError if the checkpoint is of another loss."""
-        if self._global is not None:
-            self._global.load_checkpoint_state(parts)
-        elif next(iter(parts), None) is not None:
-            raise CheckpointError(
-                "the checkpoint holds per-sample state of a global contrastive loss; set megaclip.loss to that loss"
-            )

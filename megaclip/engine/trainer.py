@@ -1,16 +1,22 @@
 """Take optimizer steps on one rank: DeepSpeed's engine, the loss, the learning rate and the logit scale."""
 
+import functools
 import gc
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
 
+import deepspeed.comm as dist
 import torch
 from deepspeed import DeepSpeedEngine
 
 from megaclip.cache.kept_graphs import MEASURED_STEPS
-from megaclip.comm.collectives import gather_on_host
+from megaclip.comm.collectives import gather_on_host, raise_on_all_ranks
+from megaclip.comm.groups import resolve
 from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import BatchLayout, TrainArguments
+from megaclip.data import TrainLoader, normalised_pixels
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.metrics import StepMetrics
 from megaclip.engine.preflight import keep_more_graphs
@@ -18,9 +24,12 @@ from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedule import RunLength, chosen_schedule, chosen_warmup
 from megaclip.errors import NonFiniteError
 from megaclip.logging import get_logger
-from megaclip.models.compilation import report_compilation
+from megaclip.models.compilation import compiled_function, report_compilation
 from megaclip.planner import MemoryPlan
+from megaclip.step.batch import DeviceFeed
+from megaclip.step.caption_chunks import division_of_captions
 from megaclip.step.gradient_cache import RandomState, accumulate_gradients
+from megaclip.step.image_slots import WINDOW, ImageSlots
 from megaclip.step.running_statistics import restored, running_statistics
 from megaclip.step.sample_store import StepStore
 from megaclip.zero.build import build_engine
@@ -43,6 +52,7 @@ class Trainer:
         memory_plan: MemoryPlan,
     ) -> None:
         """Build the model and the engine."""
+        self.arguments, self.inputs = arguments, inputs
         self.config = inputs.config
         self.length = length
         self.memory_plan = memory_plan
@@ -74,7 +84,6 @@ class Trainer:
         self._steps_here = 0
         """Number of steps that this process has done."""
         self._global_batch = batch_layout.global_batch
-        self._seed = arguments.seed
         self._replica = parallel_groups(self.config.megaclip.tensor_parallel_size).data.rank
 
     @property
@@ -93,6 +102,61 @@ class Trainer:
         if not self.config.megaclip.is_global:  # these losses have bounds of their own
             self.logit_scale.admit(raises_maximum=self._keeps_scale)
 
+    @contextmanager
+    def open_data(self, folder: Path) -> Iterator[StepStore]:
+        """Open the run's training data from the next step on, with a step's images where the plan keeps them.
+
+        Every rank opens it. folder: where a file of images is created, unless the command line names another folder.
+
+        Raises:
+            ConfigError: on every rank, if the images' memory or file cannot be reserved.
+            DataError: on every rank, if the batch is larger than the data, or a rank cannot start its data workers.
+        """
+        arguments, inputs, plan = self.arguments, self.inputs, self.memory_plan
+        batch, place, transform = plan.workload.batch, plan.image_place, inputs.train_transform
+        read_once = batch.accumulation - plan.workload.encoded_again[0]
+        with raise_on_all_ranks():
+            loader = TrainLoader(
+                inputs.train,
+                transform,
+                inputs.tokenizer,
+                micro_batch_size=batch.micro_batch,
+                micro_batches_per_step=batch.accumulation,
+                reread_from=batch.accumulation if place.keeps else read_once,
+                rank=dist.get_rank(),
+                world_size=dist.get_world_size(),
+                seed=arguments.seed,
+                num_workers=arguments.workers,
+                samples_consumed=self.samples_consumed,
+                shard_order=arguments.shard_order,
+                max_bad_fraction=arguments.max_bad_fraction,
+            )
+        number = batch.accumulation if place.keeps else min(WINDOW, loader.readings_per_step)
+        slots = ImageSlots(
+            (number, batch.micro_batch, 3, transform.size, transform.size),
+            self.engine.device,
+            Path(arguments.data_offload_dir or folder) if place.name == "disk" else None,
+        )
+        normalise = transform.normalise
+        if plan.compiles:
+            normalise = functools.partial(normalise, compute=compiled_function(normalised_pixels))
+        text = inputs.model_config.text_cfg
+        divide_captions = division_of_captions(
+            self.config.megaclip.cut_captions, text, tensor_ranks=self.engine.module.tensor.size, ranks=resolve()
+        )
+        with (
+            closing(slots),
+            StepStore(
+                loader,
+                DeviceFeed(self.engine.device, self.engine.get_data_types()[0], normalise),
+                slots.tensor,
+                text_chunks=batch.text_chunks,
+                context_length=text.context_length,
+                divide_captions=divide_captions,
+            ) as store,
+        ):
+            yield store
+
     def train_step(self, batch: StepStore) -> StepMetrics:
         """Take one optimizer step, and advance `batch` and `step`.
 
@@ -109,7 +173,8 @@ class Trainer:
             with restored(running_statistics(self.engine.module), only_on_failure=True):
                 loss = self._accumulate(batch)
                 gradient_norm = update(self.engine, self.step, loss)
-            self.loss.update(self.step)
+            if (own_loss := self.loss.own) is not None:
+                own_loss.step(self.step, self.length.total_steps)
             self.skipped_steps.updated()
             updated = True
         except NonFiniteError as error:  # on every rank, and nothing has changed
@@ -118,7 +183,7 @@ class Trainer:
         equal = None if self.config.megaclip.same_ids == "ignore" else share_of_equal(batch.pair_ids())
         batch.next_step()
         self._count_step()
-        log_scale = self.loss.settled_scale(self.logit_scale)
+        log_scale = self.logit_scale.clamp_() if self.loss.own is None else self.loss.own.log_scale
         if updated:
             self.average.update()
         return StepMetrics(
@@ -141,13 +206,13 @@ class Trainer:
                 self.loss.bind(batch.ids, self.length.epoch_at(self.step), batch.pair_ids),
                 batch,
                 self.logit_scale.read(),
-                RandomState(self._seed, self.step, self._replica),
+                RandomState(self.arguments.seed, self.step, self._replica),
                 logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
                 coalesce=section.coalesce_gradient_reduction,
                 kept=self.memory_plan.workload.kept,
                 accumulation_dtype=torch.bfloat16 if self.config.accumulates_in_bf16 else torch.float32,
                 embeddings_on_cpu=self.memory_plan.embeddings_on_cpu,
-                check_loss=self.loss.check,
+                check_loss=(lambda: None) if self.loss.own is None else self.loss.own.check_step,
             )
 
     def _count_step(self) -> None:

@@ -105,7 +105,7 @@ def through_the_engine(case: Case) -> Trained:
         own_ids = ids_of(step)[dist.get_rank() :: dist.get_world_size()]
         bound = loss.bind(lambda ids=own_ids: ids, epoch)
         take_step(engine, case, step, outcome, bound)
-        loss.update(step)
+        loss.own.step(step, STEPS)
     state = loss._loss.state
     mine = torch.arange(SAMPLES)[state.index.owner(torch.arange(SAMPLES)) == dist.get_rank()]
     rows = state.values[state.index.slots(mine)].double().numpy()

@@ -25,9 +25,8 @@ import psutil
 import pytest
 
 from megaclip.data import workers
-from megaclip.engine import run_folder
+from megaclip.engine import run, run_folder
 from megaclip.engine.checkpoints import Checkpoints
-from megaclip.engine.evaluations import Evaluations
 from megaclip.engine.metrics import Metrics
 from megaclip.engine.run import main
 from megaclip.engine.trainer import Trainer
@@ -133,15 +132,16 @@ def slow_everything(command: list[str], store: str) -> Finished:
 
     Only rank 0 is slow in the evaluation. The other rank waits for it in the next step.
     """
-    rank, first, evaluate, save = os.environ["RANK"], Trainer._accumulate, Evaluations.run, Checkpoints.save
+    rank, first, evaluate, save = os.environ["RANK"], Trainer._accumulate, run.evaluate, Checkpoints.save
 
     def slow_first_step(trainer: Trainer, *arguments: Any) -> Any:
         time.sleep(SLOW_S if trainer.step == 0 else 0.0)
         return first(trainer, *arguments)
 
-    def slow_evaluation(evaluations: Evaluations, *arguments: Any) -> None:
-        evaluate(evaluations, *arguments)
+    def slow_evaluation(*arguments: Any) -> dict[str, float]:
+        scores = evaluate(*arguments)
         time.sleep(SLOW_S if rank == "0" else 0.0)
+        return scores
 
     def slow_checkpoint(checkpoints: Checkpoints, *, training_continues: bool) -> None:
         time.sleep(SLOW_S)
@@ -149,7 +149,7 @@ def slow_everything(command: list[str], store: str) -> Finished:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_accumulate", slow_first_step)
-        patch.setattr(Evaluations, "run", slow_evaluation)
+        patch.setattr(run, "evaluate", slow_evaluation)
         patch.setattr(Checkpoints, "save", slow_checkpoint)
         patch.setattr(watchdog, "_MISSED_HEARTBEATS", MISSED_HEARTBEATS)
         return run_here(command, Path(store))

@@ -74,8 +74,6 @@ class Recorded:
     """Sample ids of each step, in order."""
     epochs: list[float]
     """Epoch that the loss received at each step."""
-    loss_steps: list[int]
-    """Number of earlier steps that the loss received at each step."""
     seeds: list[int]
     """Seed of torch's generator for every chunk, of both towers in both passes."""
 
@@ -102,18 +100,13 @@ def record(command: list[str], store: str, sent: Sent | None = None) -> Recorded
     """Call `main(command)` in this rank and record its steps. sent: signal that the rank sends to itself."""
     ids: list[list[int]] = []
     epochs: list[float] = []
-    loss_steps: list[int] = []
     seeds: list[int] = []
-    bind, update_loss, reseed, show_step = RunLoss.bind, RunLoss.update, RandomState.reseed, Metrics.record_step
+    bind, reseed, show_step = RunLoss.bind, RandomState.reseed, Metrics.record_step
 
     def noting(loss: RunLoss, taken: Any, epoch: float, *others: Any) -> Any:
         ids.append(taken().tolist())
         epochs.append(epoch)
         return bind(loss, taken, epoch, *others)
-
-    def updating(loss: RunLoss, step: int) -> None:
-        loss_steps.append(step)
-        update_loss(loss, step)
 
     def reseeding(state: RandomState, tower: Tower, chunk: int) -> None:
         reseed(state, tower, chunk)
@@ -126,10 +119,9 @@ def record(command: list[str], store: str, sent: Sent | None = None) -> Recorded
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunLoss, "bind", noting)
-        patch.setattr(RunLoss, "update", updating)
         patch.setattr(RandomState, "reseed", reseeding)
         patch.setattr(Metrics, "record_step", sending)
-        return Recorded(run_here(command, Path(store)), ids, epochs, loss_steps, seeds)
+        return Recorded(run_here(command, Path(store)), ids, epochs, seeds)
 
 
 def record_all(commands: dict[str, list[str]], stores: str, sent: dict[str, Sent]) -> dict[str, Recorded]:
@@ -193,7 +185,6 @@ def test_a_resumed_run_takes_the_same_samples(runs, name):
         assert len(never.ids) == STEPS
         assert continued.ids == never.ids[done:]
         assert continued.epochs == never.epochs[done:] == [step / STEPS_PER_EPOCH for step in range(done, STEPS)]
-        assert continued.loss_steps == never.loss_steps[done:] == list(range(done, STEPS))
         assert f"at step {done}" in continued.end.output or continued is not runs.recorded[name][0]
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megaclip.config import MegaclipSection, TrainingConfig, load_training_config, parse_arguments
-from megaclip.engine import preflight, this_machine
+from megaclip.engine import preflight
 from megaclip.errors import ConfigError
 from megaclip.models import load_model_config
 from megaclip.planner import describe
@@ -160,11 +160,11 @@ def test_shared_memory_holds_two_chunks_a_worker_one_in_hand_and_the_evaluations
     ],
 )
 def test_the_rates_are_those_of_the_gpu_with_the_name(device: str, preset: str) -> None:
-    assert this_machine._preset(device) == preset
+    assert preflight._preset(device) == preset
 
 
 def test_this_machine_has_memory_and_a_disk(tmp_path: Path) -> None:
-    machine = this_machine.this_machine(2, tmp_path / "not" / "there", [tmp_path / "nvme"])
+    machine = preflight.this_machine(2, tmp_path / "not" / "there", [tmp_path / "nvme"])
     assert machine.gpu_memory == 0 and machine.gpus == 2
     assert machine.host_memory > 2**28 and machine.disk > 0 and machine.nvme is None
 
@@ -174,7 +174,7 @@ def test_the_launcher_sets_how_many_ranks_share_a_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
 ) -> None:
     monkeypatch.setenv(launcher, "2")
-    machine = this_machine.this_machine(6, tmp_path, [])
+    machine = preflight.this_machine(6, tmp_path, [])
     assert (machine.gpus_per_host, machine.hosts) == (2, 3)
 
 
@@ -189,8 +189,8 @@ def test_offload_to_another_disk_measures_that_disk(tmp_path: Path, monkeypatch:
     if other is None or other.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("this machine has one file system")
     sizes = {tmp_path: SimpleNamespace(free=7), other: SimpleNamespace(free=5)}
-    monkeypatch.setattr(this_machine.shutil, "disk_usage", sizes.__getitem__)
-    machine = this_machine.this_machine(1, tmp_path, [tmp_path / "here", other / "not" / "there"])
+    monkeypatch.setattr(preflight.shutil, "disk_usage", sizes.__getitem__)
+    machine = preflight.this_machine(1, tmp_path, [tmp_path / "here", other / "not" / "there"])
     assert (machine.disk, machine.nvme) == (7, 5)
 
 

@@ -1,15 +1,22 @@
-"""Start a process group without a launcher, and on a port that is in use."""
+"""Start a process group without a launcher, on a port that is in use, and with ranks that the batch cannot use."""
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed import TCPStore
 
+from megaclip.engine import process_group
 from megaclip.engine.process_group import architectures
+from megaclip.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
@@ -64,3 +71,59 @@ def test_two_runs_without_a_launcher_can_run_on_one_host():
             timeout=600,
         )
     assert done.stdout.endswith("ranks 1\n"), done.stderr
+
+
+class Config:
+    """A configuration whose batch of 32 is divided by 1, 2, 4 or 8 ranks."""
+
+    path = "ds_config.json"
+
+    def batch_layout(self, ranks):
+        if ranks not in (1, 2, 4, 8):
+            raise ConfigError("train_batch_size is not divisible")
+        return SimpleNamespace()
+
+
+def test_the_largest_number_of_ranks_that_divides_the_batch_takes_part():
+    assert [process_group.usable_ranks(Config(), ranks) for ranks in (1, 3, 7, 8, 9)] == [1, 2, 4, 8, 8]
+
+
+def set_ranks(monkeypatch, rank, **variables):
+    values = {"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": "3", "RANK": str(rank), **variables}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_rank_that_takes_part_sees_the_smaller_world(monkeypatch):
+    set_ranks(monkeypatch, 1)
+    assert process_group.wait_if_spare(Config()) is None
+    assert process_group.os.environ["WORLD_SIZE"] == "2"
+
+
+def test_a_store_that_survives_restarts_is_refused(monkeypatch):
+    set_ranks(monkeypatch, 2, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_MAX_RESTARTS="3")
+    with pytest.raises(ConfigError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        process_group.wait_if_spare(Config())
+
+
+def test_a_spare_rank_ends_with_the_exit_code_of_the_first_rank_and_not_with_sigusr1(monkeypatch):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    set_ranks(monkeypatch, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), MEGACLIP_SPARE_RANKS="1")
+    ended = []
+
+    def end_the_run() -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)  # as Slurm does before the time limit
+        monkeypatch.setattr(process_group, "rank_from_environment", lambda: 0)
+        monkeypatch.setattr(process_group.torch.distributed, "is_initialized", lambda: True)
+        ended.append(time.monotonic())
+        process_group.end_spare_ranks(75)
+
+    before = signal.getsignal(signal.SIGUSR1)
+    first_rank = threading.Timer(1.0, end_the_run)
+    first_rank.start()
+    try:
+        assert process_group.wait_if_spare(Config()) == 75
+        assert ended and time.monotonic() >= ended[0]  # it has waited for the run
+    finally:
+        first_rank.join()
+        signal.signal(signal.SIGUSR1, before)

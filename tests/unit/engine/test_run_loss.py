@@ -24,10 +24,10 @@ def test_a_models_scale_and_bias_receive_zero_gradients() -> None:
     x, y = (F.normalize(torch.randn(4, 6), dim=1).requires_grad_() for _ in range(2))
     scale, bias = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     loss.bind(lambda: torch.tensor([0, 8, 3, 5]), 0.0)(x, y, scale, bias).backward()
-    loss.update(0)
+    assert loss.own is not None
+    loss.own.step(0, 50)
     assert scale.grad is not None and scale.grad.item() == 0 and bias.grad is not None and bias.grad.item() == 0
-    state = loss.checkpoint_state()
-    assert state is not None
+    state = loss.own.checkpoint_state()
     seen = ~state["samples"]["values"][:, 0].isnan()
     assert seen.nonzero().flatten().tolist() == [0, 3, 5, 8]
 
@@ -58,7 +58,8 @@ def test_the_temperatures_cosine_has_the_warmup_of_the_run_by_default() -> None:
         before = loss._loss.log_scale.item()
         x, y = (F.normalize(torch.randn(4, 6), dim=1) for _ in range(2))
         loss.bind(lambda: torch.arange(4), 0.0)(x.requires_grad_(), y, torch.ones(1)).backward()
-        loss.update(0)
+        assert loss.own is not None
+        loss.own.step(0, 50)
         assert abs(loss._loss.log_scale.item() - before) == pytest.approx(factor * 0.01, rel=1e-3)
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megaclip.engine import this_machine
+from megaclip.engine import preflight
 from megaclip.errors import ConfigError
 from megaclip.step.image_slots import ImageSlots
 
@@ -14,14 +14,14 @@ CPU = torch.device("cpu")
 
 
 def test_the_limit_of_a_control_group_counts(monkeypatch, tmp_path):
-    monkeypatch.setattr(this_machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=20000))
+    monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: SimpleNamespace(available=20000))
     (tmp_path / "memory.max").write_text("10000\n")
     (tmp_path / "memory.current").write_text("6000\n")
     (tmp_path / "memory.stat").write_text("anon 3000\ninactive_file 2500\n")
-    monkeypatch.setattr(this_machine, "_CGROUP", tmp_path)
-    assert this_machine.free_host_memory() == 10000 - 6000 + 2500
+    monkeypatch.setattr(preflight, "_CGROUP", tmp_path)
+    assert preflight.free_host_memory() == 10000 - 6000 + 2500
     (tmp_path / "memory.max").write_text("max\n")
-    assert this_machine.free_host_memory() == 20000
+    assert preflight.free_host_memory() == 20000
 
 
 @pytest.mark.parametrize("on_disk", [False, True])

@@ -9,7 +9,7 @@ import pytest
 
 from megaclip.checkpoint.search import all_tags
 from megaclip.config import TrainArguments
-from megaclip.engine.best_checkpoint import FILE, BestCheckpoint, main_score
+from megaclip.engine.checkpoints import FILE, BestCheckpoint, main_score
 from tests.unit.checkpoint.saved_checkpoints import save
 
 TAGS = {step: f"step_{step:08d}" for step in range(1, 7)}
