@@ -4,7 +4,7 @@
 - `passes`: the core, which `megaclip.step` shares: encodes chunks, keeps graphs, and back-propagates surrogates.
 - `engines`: one reduction of parameter gradients per step in plain PyTorch, DDP, FSDP2 and DeepSpeed.
 - `inputs`: divides inputs of any structure into chunks, by samples or by tokens.
-- `random_state`: replays random numbers. `kept_graphs`: the number of graphs that fit into free memory.
+- `kept_graphs`: the number of graphs that fit into free memory.
 """
 
 from megaclip.cache.gradient_cache import Encoded, GradientCache

@@ -10,12 +10,13 @@ Shapes: n samples of this rank, D embedding.
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -23,8 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megaclip.cache.engines import modules_of, passes_of
 from megaclip.cache.inputs import Chunks, divided, elements_of
 from megaclip.cache.kept_graphs import KeptGraphs
-from megaclip.cache.passes import Outputs, Passes
-from megaclip.cache.random_state import random_state, set_random_state
+from megaclip.cache.passes import Outputs, Passes, restored
 from megaclip.comm.collectives import average_over_ranks, gather_integers
 from megaclip.comm.groups import resolve
 from megaclip.errors import ConfigError, DataError
@@ -136,10 +136,10 @@ class GradientCache:
                 source.set_gradients(gradients[key])
             return [(value, gradients[key]) for key, value in joined.items()]
 
-        after_loss = random_state()
+        after_loss = _random_state()
         with self.kept_statistics():
             passes.back_propagate(loss_gradients=loss_gradients)
-        set_random_state(after_loss)
+        _set_random_state(after_loss)
         self._average_loss_parameters()
         return loss
 
@@ -192,16 +192,12 @@ class GradientCache:
             )
         return output
 
-    @contextmanager
-    def kept_statistics(self) -> Iterator[None]:
+    def kept_statistics(self) -> AbstractContextManager[None]:
         """Restore the running statistics of batch norms after the body, because an earlier pass has updated them."""
         owners = [*self._modules, *self._encoders, *(getattr(encoder, "__self__", None) for encoder in self._encoders)]
         parts = {part for owner in owners if isinstance(owner, nn.Module) for part in owner.modules()}
         norms = [part for part in parts if isinstance(part, nn.modules.batchnorm._NormBase)]
-        statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
-        yield
-        for buffer, kept in statistics:
-            buffer.data.copy_(kept)  # through .data, because kept graphs refer to them but never read them
+        return restored([buffer for norm in norms for buffer in norm.buffers()])
 
     def _count_forward(self, *_: Any) -> None:
         self._forwards += 1
@@ -265,9 +261,9 @@ class _EncodedChunks:
 
     def forward(self, chunk: int, inputs: Any, *, with_graph: bool, again: bool) -> Outputs:
         if again:
-            set_random_state(self._states[chunk])
+            _set_random_state(self._states[chunk])
         else:
-            self._states.append(random_state())
+            self._states.append(_random_state())
         # A graph of the first chunk shows whether the encoder is trained. Unless it is kept, it is dropped at once.
         builds_graph = with_graph or chunk == 0
         is_blank = chunk >= self._own  # it has changed the running statistics already
@@ -304,3 +300,19 @@ class _EncodedChunks:
 
 def _has_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
+
+
+def _random_state() -> tuple[Tensor, Tensor | None]:
+    """Return the states of PyTorch's generators on the CPU and on the current accelerator."""
+    accelerator: Any = get_accelerator()
+    on_cpu = accelerator.device_name() == "cpu"
+    return torch.get_rng_state(), None if on_cpu else accelerator.get_rng_state()
+
+
+def _set_random_state(state: tuple[Tensor, Tensor | None]) -> None:
+    """Set both generators to a state of `_random_state`."""
+    cpu, device = state
+    torch.set_rng_state(cpu)
+    if device is not None:
+        accelerator: Any = get_accelerator()
+        accelerator.set_rng_state(device)

@@ -14,7 +14,7 @@ gradients. A `PassEngine` runs the backward passes and reduces the parameters' g
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -189,3 +189,20 @@ class Passes:
             surrogate = surrogate + (scalar * gradient).sum()
         if surrogate.requires_grad:
             self._engine.backward(surrogate, is_last=is_last)
+
+
+@contextmanager
+def restored(statistics: Sequence[Tensor], *, only_on_failure: bool = False) -> Iterator[None]:
+    """Restore running statistics of batch norms to their values before the body of the `with` statement.
+
+    only_on_failure: do so only if the body raises.
+    """
+    before = [values.clone() for values in statistics]
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        if failed or not only_on_failure:
+            for values, kept in zip(statistics, before, strict=True):
+                values.data.copy_(kept)  # through .data, because kept graphs refer to them but never read them

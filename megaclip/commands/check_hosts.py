@@ -22,8 +22,7 @@ from megaclip.commands.argument_types import CommandParser, number
 from megaclip.config import load_training_config, parse_arguments
 from megaclip.engine.process_group import meet_all_ranks, quiet_deepspeed
 from megaclip.errors import ConfigError
-from megaclip.hosts import compare, network
-from megaclip.hosts.facts import Report, report
+from megaclip.hosts.check import Report, find_problems, measure, report, table
 from megaclip.logging import rank_from_environment
 from megaclip.zero.optimizers import needed_ops
 
@@ -67,12 +66,12 @@ def check(arguments: argparse.Namespace) -> int:
         own = report(shared=logs, sign=sign, min_free_gib=arguments.min_free_gib, data=data, ops=ops)
         reports = read(exchange(store, "facts", own.model_dump_json(), rank, ranks))
     others = [other for other, one in enumerate(reports) if other and one.local_rank == 0]
-    problem, own.mib_per_s = network.measure(store, rank, ranks, others)
+    problem, own.mib_per_s = measure(store, rank, ranks, others)
     own.problems += [f"local rank {own.local_rank}: {problem}"] if problem else []
     reports = read(exchange(store, "network", own.model_dump_json(), rank, ranks))
-    found = compare.find_problems(reports)
+    found = find_problems(reports)
     if rank == 0:
-        print(compare.table(reports, found))
+        print(table(reports, found))
     return int(bool(found))
 
 

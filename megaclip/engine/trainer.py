@@ -12,6 +12,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from megaclip.cache.kept_graphs import MEASURED_STEPS
+from megaclip.cache.passes import restored
 from megaclip.comm.collectives import gather_on_host, raise_on_all_ranks
 from megaclip.comm.groups import resolve
 from megaclip.comm.parallelism import parallel_groups
@@ -28,10 +29,8 @@ from megaclip.models.compilation import compiled_function, report_compilation
 from megaclip.planner import MemoryPlan
 from megaclip.step.batch import DeviceFeed
 from megaclip.step.caption_chunks import division_of_captions
-from megaclip.step.gradient_cache import RandomState, accumulate_gradients
-from megaclip.step.image_slots import WINDOW, ImageSlots
-from megaclip.step.running_statistics import restored, running_statistics
-from megaclip.step.sample_store import StepStore
+from megaclip.step.gradient_cache import RandomState, accumulate_gradients, running_statistics
+from megaclip.step.sample_store import WINDOW, ImageSlots, StepStore
 from megaclip.zero.build import build_engine
 from megaclip.zero.logit_scale import LogitScale, MasterScalar
 from megaclip.zero.optimizers import set_learning_rate, update

@@ -1,5 +1,5 @@
-"""Several hosts: the agent of `megaclip launch`, and the check of hosts before a run.
+"""Several hosts.
 
-- `agent` adds rules to torch's elastic agent, and watches the heartbeats of the hosts.
-- `facts` collects what a rank reports, `network` measures its connections, and `compare` finds problems in the reports.
+- `agent`: the rules of `megaclip launch`, on torch's elastic agent.
+- `check`: the check of hosts before a run.
 """

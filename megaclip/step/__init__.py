@@ -1,8 +1,7 @@
 """One training step over a contrastive batch of any size: the gradient cache and what feeds it.
 
 - `gradient_cache`: the towers' chunks, the loss and the cached gradients of a step, on the core of `megaclip.cache`.
-  `running_statistics` restores those of batch norms.
 - `batch`: the interface by which the cache reads a rank's share of the batch. `sample_store` implements it: a thread
-  reads the samples in the background, with pixels in `image_slots`. `caption_chunks` sorts and cuts captions.
+  reads the samples in the background. `caption_chunks` sorts and cuts captions.
 - `layout`: the rules by which a step is laid out, which its plan shares: kept graphs and pieces of captions.
 """

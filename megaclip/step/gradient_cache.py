@@ -27,14 +27,13 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 
-from megaclip.cache.passes import ChunkSource, Outputs, Passes
+from megaclip.cache.passes import ChunkSource, Outputs, Passes, restored
 from megaclip.comm.collectives import average_over_ranks
 from megaclip.devices import upload
 from megaclip.errors import NonFiniteError
 from megaclip.models import DualEncoder
 from megaclip.step.batch import StepBatch, Tower
 from megaclip.step.layout import KeptGraphs, encodes_together, kept_graphs
-from megaclip.step.running_statistics import restored, running_statistics
 from megaclip.zero.backward import DeepSpeedPasses
 from megaclip.zero.gathered_tower import GatheredTower
 
@@ -53,6 +52,11 @@ class RandomState:
         """Seed every device's generator for this chunk of a tower; a second call replays the same numbers."""
         entropy = np.random.SeedSequence([self.seed, self.step, self.rank, int(tower), chunk])
         torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+
+
+def running_statistics(model: DualEncoder) -> list[Tensor]:
+    """Return the running statistics of the batch norms of both towers."""
+    return [*model.statistics(model.visual), *model.statistics(model.text)]
 
 
 def trained_towers(model: DualEncoder) -> list[Tower]:
@@ -117,27 +121,16 @@ def accumulate_gradients(
     batch.agree()
     scalars = [log_scale] if logit_bias is None else [log_scale, logit_bias]
     orders = {tower: batch.order(tower) for tower in Tower}
-    loss, cached = _loss_and_gradients(
+    loss, whole.cached, scalar_gradients = _loss_and_gradients(
         loss_function, whole.features, orders, scalars, engine.device, random_state.step, check_loss
     )
     statistics = running_statistics(engine.module)
-    whole.cached = cached.features
     with restored(statistics), whole.gathered.kept():
-        passes.back_propagate(cached.scalars, without_encoders=lambda: _outputs(engine(None, None)))
+        passes.back_propagate(scalar_gradients, without_encoders=lambda: _outputs(engine(None, None)))
     average_over_ranks(statistics)
     if passes.repeated:
         batch.agree()
     return loss
-
-
-@dataclass
-class _Cached:
-    """Gradients of the loss for this rank's whole share of the batch."""
-
-    features: dict[Tower, Tensor]
-    """Gradients of the features by tower, (b, D), in the order of the chunks, on the device that keeps embeddings."""
-    scalars: Sequence[Tensor]
-    """Gradients of the log scale and, if the model has one, of the logit bias, each (1,)."""
 
 
 class _TowerChunks:
@@ -272,10 +265,10 @@ def _loss_and_gradients(
     device: torch.device,
     step: int,
     check_loss: Callable[[], None],
-) -> tuple[Tensor, _Cached]:
-    """Evaluate the loss and its gradients on `device`. Empty `features`, so that their memory is freed.
+) -> tuple[Tensor, dict[Tower, Tensor], list[Tensor]]:
+    """Return the loss and its gradients by the features (b, D) and the scalars (1,), computed on `device`.
 
-    All gradients are NaN if the loss is not finite.
+    All gradients are NaN if the loss is not finite. `features` is emptied, so that their memory is freed.
 
     Features and returned gradients are in the order of the chunks and on the same devices. `orders` has
     `StepBatch.order` of each tower. The loss receives the rows in the order of the batch.
@@ -299,7 +292,7 @@ def _loss_and_gradients(
         if kept_on[tower] != device:
             gradient = _empty(gradient.shape, gradient, kept_on[tower]).copy_(gradient)
         gradients[tower] = gradient
-    return value, _Cached(gradients, [_gradient(leaf).masked_fill_(refused, math.nan) for leaf in scalar_leaves])
+    return value, gradients, [_gradient(leaf).masked_fill_(refused, math.nan) for leaf in scalar_leaves]
 
 
 def _batch_order(rows: Tensor, order: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
 """Store a step's samples: a thread fills the store from the loader, and both passes of the gradient cache read it.
 
-Pixels are in slots of one image chunk each (`megaclip.step.image_slots`). `data_offload` decides their number:
+Pixels are in slots of one image chunk each (`ImageSlots`). `data_offload` decides their place and their number:
 
 - "cpu" or "disk": every chunk of the rank's share has a slot, in host memory or in a file. The second pass reads the
   slots again and frees each of them for the next step.
@@ -17,27 +17,84 @@ Shapes: n image chunks of m rows each, b = n m rows of this rank, L tokens.
 """
 
 import itertools
+import mmap
+import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.data import TrainLoader, free_pages
-from megaclip.errors import DataError, MegaclipError, first_line
-from megaclip.logging import get_logger
+from megaclip.errors import ConfigError, DataError, MegaclipError, first_line
+from megaclip.logging import format_bytes, get_logger
 from megaclip.models.packing import Pieces
 from megaclip.step.batch import DeviceFeed, Tower
 from megaclip.step.caption_chunks import CaptionChunks, DivideCaptions
 
 logger = get_logger(__name__)
 
+WINDOW = 3
+"""Number of slots if no images are kept: one is used, one is copied to the device, and one is filled."""
 _POLL_S = 1.0
 """Seconds between two checks for dead worker processes while a step waits for data."""
 _JOIN_S = 2.0
 """Seconds that `close` waits for the thread. A thread that is still in the loader then ends when the loader returns."""
+
+
+class ImageSlots:
+    """S slots in memory or in a file until `close`: `tensor`, (S, ...) uint8. All ranks construct it together."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device, folder: Path | None) -> None:
+        """Reserve the slots. Raises ConfigError, on every rank, if any rank cannot reserve them.
+
+        Args:
+            shape: shape of `tensor`.
+            device: the device that the tensor will be copied to.
+            folder: the folder of the file. None: the slots are in memory, page-locked if the device is a GPU.
+        """
+        self._is_pinned = False
+        with raise_on_all_ranks():
+            try:
+                self.tensor = self._in_memory(shape, device) if folder is None else self._in_file(shape, folder)
+            except (OSError, RuntimeError) as problem:
+                size, where = format_bytes(torch.Size(shape).numel()), folder or "page-locked memory"
+                raise ConfigError(
+                    f"data offload: cannot reserve {size} in {where}: {first_line(problem)}; free space there, specify "
+                    "another folder with --data-offload-dir, or change megaclip.data_offload"
+                ) from None
+
+    def _in_file(self, shape: tuple[int, ...], folder: Path) -> Tensor:
+        size = torch.Size(shape).numel()
+        with tempfile.TemporaryFile(dir=folder) as file:  # unlinked, so the system deletes it with the process
+            os.posix_fallocate(file.fileno(), 0, size)  # a full disk fails here, not by a signal during a step
+            return _tensor_in(mmap.mmap(file.fileno(), size)).view(shape)
+
+    def _in_memory(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        pages = mmap.mmap(-1, torch.Size(shape).numel(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        tensor = _tensor_in(pages).view(shape)
+        if device.type == "cuda":
+            # Registered, not allocated as pinned: torch's allocator would round the size up to a power of two.
+            code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
+            if code != 0:
+                raise RuntimeError(f"CUDA error {code} while locking pages")
+            self._is_pinned = True
+        return tensor
+
+    def close(self) -> None:
+        """Free the memory or the file; the tensor must not be used afterwards."""
+        if self._is_pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+        del self.tensor
+
+
+def _tensor_in(pages: mmap.mmap) -> Tensor:
+    pages.madvise(mmap.MADV_DONTFORK)  # forked data workers do not use it
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 class StepStore:

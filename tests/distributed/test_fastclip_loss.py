@@ -85,7 +85,7 @@ def one_step(loss: FastClipLoss, step: int, epoch: float, fetched_before: bool =
     own_ids = local_part(torch.tensor(ids))
     given = loss.fetch(own_ids) if fetched_before else own_ids
     features = {Tower.IMAGE: local_part(x), Tower.TEXT: local_part(y)}
-    value, cached = _loss_and_gradients(
+    value, gradients, (scale_gradient,) = _loss_and_gradients(
         lambda images, texts, scale: loss(images, texts, scale, ids=given, epoch=epoch),
         features,
         {tower: None for tower in Tower},  # the chunks keep the order of the batch
@@ -96,9 +96,9 @@ def one_step(loss: FastClipLoss, step: int, epoch: float, fetched_before: bool =
     )
     own = loss.temperature.log_scale.grad
     own = None if own is None else own.clone()
-    assert cached.scalars[0].item() == 0
+    assert scale_gradient.item() == 0
     loss.step()
-    return value, cached.features[Tower.IMAGE], cached.features[Tower.TEXT], own
+    return value, gradients[Tower.IMAGE], gradients[Tower.TEXT], own
 
 
 def check_against_oracle(ways: list[tuple[str, str, str]] = WAYS) -> list[str]:

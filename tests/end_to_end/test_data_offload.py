@@ -21,12 +21,14 @@ import pytest
 from megaclip.data.reading import EvaluationReader, TrainReader
 from megaclip.errors import DataError
 from megaclip.planner import Cluster
-from megaclip.step.image_slots import ImageSlots
+from megaclip.step.sample_store import ImageSlots
 from tests.distributed.harness import run_ranks
 from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, run_here, scalars
 from tests.tolerances import RUN, assert_close
 
-pytestmark = pytest.mark.long  # its one launch of all runs takes a minute; tests/unit/step/test_image_slots.py is quick
+pytestmark = (
+    pytest.mark.long
+)  # its one launch of all runs takes a minute; tests/unit/step/test_sample_store.py is quick
 
 STEPS = 7
 CHUNKS = 4

@@ -8,7 +8,7 @@ import torch
 
 from megaclip.data import ImageTransform
 from megaclip.step.batch import DeviceFeed, Tower
-from megaclip.step.image_slots import ImageSlots
+from megaclip.step.sample_store import ImageSlots
 
 pytestmark = pytest.mark.gpu
 

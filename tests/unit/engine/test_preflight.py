@@ -223,3 +223,14 @@ def test_quantized_collectives_on_a_cpu_are_one_error(monkeypatch: pytest.Monkey
     monkeypatch.setattr(build, "raise_on_all_ranks", contextlib.nullcontext)
     with pytest.raises(ConfigError, match=r"zero_optimization\.zero_quantized_gradients requires a GPU"):
         build.build_engine(config, arguments=None, model_config=None)
+
+
+def test_the_limit_of_a_control_group_counts(monkeypatch, tmp_path):
+    monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: SimpleNamespace(available=20000))
+    (tmp_path / "memory.max").write_text("10000\n")
+    (tmp_path / "memory.current").write_text("6000\n")
+    (tmp_path / "memory.stat").write_text("anon 3000\ninactive_file 2500\n")
+    monkeypatch.setattr(preflight, "_CGROUP", tmp_path)
+    assert preflight.free_host_memory() == 10000 - 6000 + 2500
+    (tmp_path / "memory.max").write_text("max\n")
+    assert preflight.free_host_memory() == 20000

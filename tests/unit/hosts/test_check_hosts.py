@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from megaclip.config import load_training_config
-from megaclip.hosts import facts as facts_module
-from megaclip.hosts.compare import find_problems, table
-from megaclip.hosts.facts import Report, report
+from megaclip.hosts import check
+from megaclip.hosts.check import Report, find_problems, report, table
 from megaclip.zero.optimizers import needed_ops
 from tests.end_to_end.training_runs import ROOT, launcher_environment
 
@@ -83,9 +82,9 @@ def test_the_report_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert head.returncode or found.properties["commit"].startswith(head.stdout.strip())
     assert Report.model_validate_json(found.model_dump_json()) == found
 
-    monkeypatch.setattr(facts_module.shutil, "which", lambda program: None if program == "ninja" else program)
-    right = facts_module.torch.Tensor.__matmul__  # a broken processor
-    monkeypatch.setattr(facts_module.torch.Tensor, "__matmul__", lambda a, b: right(a, b) + (a.dtype.itemsize == 4))
+    monkeypatch.setattr(check.shutil, "which", lambda program: None if program == "ninja" else program)
+    right = check.torch.Tensor.__matmul__  # a broken processor
+    monkeypatch.setattr(check.torch.Tensor, "__matmul__", lambda a, b: right(a, b) + (a.dtype.itemsize == 4))
     inputs |= {"sign": "absent", "data": [f"{tmp_path}/*.zip", "hf:any/name"]}
     wrong, ops, folder, data = report(**inputs, ops=["cpu_adam", "fused_adam"]).problems
     assert "a matrix product of local rank 0 is wrong" in wrong

@@ -2,14 +2,16 @@
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from megaclip.data import TrainBatch
+from megaclip.errors import ConfigError
 from megaclip.step.batch import DeviceFeed, Tower
 from megaclip.step.caption_chunks import CaptionChunks
-from megaclip.step.sample_store import StepStore
+from megaclip.step.sample_store import ImageSlots, StepStore
 
 CHUNKS, ROWS = 4, 2
 
@@ -95,3 +97,17 @@ def test_slots_of_chunks_that_are_read_once_are_free_in_the_first_pass() -> None
                 store._thread.join(0.01)
             store._thread.join(0.1)
             assert loader.taken == CHUNKS + read_once + 1
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_slots_return_what_is_written_and_leave_no_file(on_disk, tmp_path):
+    slots = ImageSlots((3, 2, 3, 5, 5), torch.device("cpu"), tmp_path if on_disk else None)
+    pixels = torch.randint(256, (3, 2, 3, 5, 5), dtype=torch.uint8)
+    slots.tensor.copy_(pixels)
+    assert torch.equal(slots.tensor, pixels) and list(tmp_path.iterdir()) == []
+    slots.close()
+
+
+def test_slots_that_cannot_be_reserved_are_one_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot reserve 0\.0 MiB in .*gone.*--data-offload-dir"):
+        ImageSlots((1, 1, 3, 5, 5), torch.device("cpu"), Path(tmp_path / "gone"))
