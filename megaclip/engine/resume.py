@@ -2,6 +2,7 @@
 
 import json
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -236,9 +237,10 @@ def _check_same_run(state: dict[str, Any], identity: dict[str, Any]) -> None:
                 f"train_batch_size to {was}, and train_micro_batch_size_per_gpu or gradient_accumulation_steps to fit "
                 f"{identity['world_size']} ranks"
             )
+        name, was, now = next(differences(was, now, key), (key, was, now))
         raise CheckpointError(
-            f"the checkpoint was written with {_first_difference(key, was, now)}; resume with the run's own settings, "
-            "or start a new run from its weights with --pretrained"
+            f"the checkpoint was written with {name} {was!r}, and this run has {now!r}; resume with the run's own "
+            "settings, or start a new run from its weights with --pretrained"
         )
 
 
@@ -262,9 +264,10 @@ def _check_length(state: dict[str, Any], identity: dict[str, Any], arguments: Tr
     )
 
 
-def _first_difference(name: str, was: Any, now: Any) -> str:
-    """Describe the first value in which `was` and `now` differ, at any depth of nested dictionaries."""
+def differences(was: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield dotted name and both values of all that differs, at any depth of dictionaries. Missing values are None."""
     if isinstance(was, dict) and isinstance(now, dict):
-        key = next(key for key in sorted({*was, *now}) if (key in was, was.get(key)) != (key in now, now.get(key)))
-        return _first_difference(f"{name}.{key}", was.get(key), now.get(key))
-    return f"{name} {was!r}, and this run has {now!r}"
+        for key in sorted({*was, *now}):
+            yield from differences(was.get(key), now.get(key), f"{name}.{key}" if name else key)
+    elif was != now:
+        yield name, was, now

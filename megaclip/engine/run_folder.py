@@ -16,7 +16,7 @@ import deepspeed.comm as dist
 from megaclip.checkpoint.durable import make_folders, read_text
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.config import TrainArguments
-from megaclip.engine.resume import require_own_folder
+from megaclip.engine.resume import differences, require_own_folder
 from megaclip.errors import ConfigError, MegaclipError
 from megaclip.files import write_atomically
 from megaclip.guards.lock import RunLock
@@ -40,12 +40,6 @@ _NOT_OF_THE_TRAINING = {
 }
 """Command-line settings that do not change any step: paths, and how a run starts and ends. ds_config has those of
 --set."""
-_DEFAULTS: dict[str, Any] = {
-    name: json.loads(json.dumps(field.default))
-    for name, field in TrainArguments.model_fields.items()
-    if not field.is_required()
-}
-"""Default of each optional flag, for flags that settings.json does not record because an earlier version wrote it."""
 
 
 @contextlib.contextmanager
@@ -130,23 +124,8 @@ def _read_json(path: Path) -> Any:
 
 def _changed_settings(old: Any, new: dict[str, Any]) -> Iterator[str]:
     """Yield each setting that differs, with both values."""
-    if not isinstance(old, dict):
-        return
-    for section in ("arguments", "ds_config"):
-        was, is_ = (_flat(settings.get(section, {})) for settings in (old, new))
-        if section == "arguments":
-            was = _DEFAULTS | was
-        for key in sorted(is_.keys() | (was.keys() - _DEFAULTS.keys())):
-            if was.get(key) != is_.get(key) and key not in _NOT_OF_THE_TRAINING:
-                name = f"--{key.replace('_', '-')}" if section == "arguments" else key
-                yield f"{name} from {json.dumps(was.get(key))} to {json.dumps(is_.get(key))}"
-
-
-def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the settings with dotted names. Lists are values."""
-    if not isinstance(settings, dict):
-        return {}
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+    for name, was, now in differences(old, new) if isinstance(old, dict) else ():
+        section, _, key = name.partition(".")
+        if key and key not in _NOT_OF_THE_TRAINING:
+            flag = f"--{key.replace('_', '-')}" if section == "arguments" else key
+            yield f"{flag} from {json.dumps(was)} to {json.dumps(now)}"

@@ -113,24 +113,19 @@ def _check_last_rate(flag: str, rate: float, peak_rate: float) -> None:
         )
 
 
-def _with_warmup(warmup_steps: int, after_warmup: Schedule) -> Schedule:
-    return lambda step: (step + 1) / warmup_steps if step < warmup_steps else after_warmup(step)
-
-
 def constant(warmup_steps: int) -> Schedule:
     """Return a linear warm-up over `warmup_steps`, followed by 1."""
-    return _with_warmup(warmup_steps, lambda step: 1.0)
+    return _with_decay(warmup_steps, math.inf, math.inf, lambda progress: 1.0)
 
 
 def cosine(warmup_steps: int, total_steps: int, end_factor: float = 0.0) -> Schedule:
     """Return a linear warm-up, followed by half a cosine from 1 down to `end_factor` at `total_steps`."""
-    decay_steps = max(1, total_steps - warmup_steps)
-
-    def after_warmup(step: int) -> float:
-        falling = 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup_steps) / decay_steps)))
-        return end_factor + (1 - end_factor) * falling
-
-    return _with_warmup(warmup_steps, after_warmup)
+    return _with_decay(
+        warmup_steps,
+        warmup_steps,
+        total_steps,
+        lambda progress: end_factor + (1 - end_factor) * (0.5 * (1 + math.cos(math.pi * progress))),
+    )
 
 
 def constant_with_cooldown(
@@ -140,12 +135,20 @@ def constant_with_cooldown(
 
     power: degree of the polynomial.
     """
-    start = total_steps - cooldown_steps
+    return _with_decay(
+        warmup_steps,
+        total_steps - cooldown_steps,
+        total_steps,
+        lambda progress: end_factor + (1 - end_factor) * (1 - progress) ** power,
+    )
 
-    def after_warmup(step: int) -> float:
-        if step < start:
-            return 1.0
-        remaining = 1 - min(1.0, (step - start) / cooldown_steps)
-        return end_factor + (1 - end_factor) * remaining**power
 
-    return _with_warmup(warmup_steps, after_warmup)
+def _with_decay(warmup_steps: int, start: float, end: float, decay: Callable[[float], float]) -> Schedule:
+    """Return a linear warm-up, then 1 and, from step `start` to `end`, `decay` of the progress from 0 to 1."""
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        return 1.0 if step < start else decay(min(1.0, (step - start) / max(1, end - start)))
+
+    return factor

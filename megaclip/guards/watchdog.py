@@ -152,7 +152,13 @@ class Watchdog:
 
     def _set_collective_timeout(self) -> None:
         """Let collectives wait longer than the watchdog, so that it can report a hang before they fail."""
-        set_collective_timeout(2 * self._longest_s() + _AFTER_WATCHDOG_S)
+        limit = datetime.timedelta(seconds=2 * self._longest_s() + _AFTER_WATCHDOG_S)
+        # PyTorch before 2.14 lacks the public function, and later versions warn of the other one.
+        set_timeout = getattr(torch.distributed, "set_timeout", None) or distributed_c10d._set_pg_timeout
+        for group in list(distributed_c10d._world.pg_map):
+            if group is not torch.distributed.GroupMember.NON_GROUP_MEMBER:
+                with contextlib.suppress(ValueError):  # a group without this rank
+                    set_timeout(limit, group)
 
     def _run(self) -> None:
         """Run in the thread. A fault of the watchdog itself does not end the run."""
@@ -223,8 +229,7 @@ class Watchdog:
         return has_ended
 
     def _set_timer(self) -> None:
-        timeout_s = max(self.step_limit_s(), SHORTEST_DEFAULT_S)
-        faulthandler.dump_traceback_later(timeout_s, file=2)
+        faulthandler.dump_traceback_later(max(self.step_limit_s(), SHORTEST_DEFAULT_S), file=2)
 
     def _beat(self) -> bool | None:
         """Send a heartbeat. Return whether another rank has found a hang, or None if the store does not answer."""
@@ -320,13 +325,3 @@ class Watchdog:
             self._ask(lambda store: store.set(f"watchdog/reported/{self._rank}", "1"))
             while time.monotonic() < deadline and not self._ask(lambda store: store.check(keys)):
                 time.sleep(0.2)
-
-
-def set_collective_timeout(seconds: float) -> None:
-    """Set the time-out of the collectives of all process groups of this process."""
-    # PyTorch before 2.14 lacks the public function, and later versions warn of the other one.
-    set_timeout = getattr(torch.distributed, "set_timeout", None) or distributed_c10d._set_pg_timeout
-    for group in list(distributed_c10d._world.pg_map):
-        if group is not torch.distributed.GroupMember.NON_GROUP_MEMBER:
-            with contextlib.suppress(ValueError):  # a group without this rank
-                set_timeout(datetime.timedelta(seconds=seconds), group)

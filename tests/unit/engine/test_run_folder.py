@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from megaclip.config import parse_arguments
 from megaclip.engine.run_folder import write_settings
 
 SETTINGS = {
@@ -44,22 +43,6 @@ def test_a_changed_learning_rate_is_reported_with_both_values(path, caplog, monk
     assert "resumed with changed settings" in text and "--warmup from 10 to null" in text
     assert "optimizer.params.lr from 0.001 to 0.01" in text and "gradient_clipping from null to 1.0" in text
     assert "betas" not in text
-
-
-def test_a_flag_that_an_earlier_version_did_not_have_is_reported_only_if_it_is_given(tmp_path, caplog, monkeypatch):
-    def arguments(*more: str) -> dict:
-        required = ["--deepspeed_config", "ds.json", "--model", "ViT-B-32", "--train-data", "a.tar"]
-        return {"arguments": parse_arguments([*required, *more]).model_dump(), "ds_config": {}}
-
-    path, before = tmp_path / "settings.json", arguments("--image-mean", "0.5", "0.5", "0.5")
-    for name in ("eval_ema", "on_nonfinite", "aug_scale"):
-        del before["arguments"][name]
-    path.write_text(json.dumps(before))
-    same = ("--image-mean", "0.5", "0.5", "0.5")
-    assert lines(caplog, monkeypatch, path, arguments(*same)) == ""
-    path.write_text(json.dumps(before))
-    text = lines(caplog, monkeypatch, path, arguments(*same, "--on-nonfinite", "skip"))
-    assert text.strip().endswith('changed settings: --on-nonfinite from "stop" to "skip"')
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"\xff", b"[" * 100_000, b'{"arguments": 3}'])
