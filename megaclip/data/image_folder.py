@@ -11,11 +11,13 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.captions import JSON, CaptionKeys, check_fields, json_record, text_fields
-from megaclip.data.images import HEAD_BYTES, IMAGE_EXTENSIONS, image_kind
+from megaclip.data.images import HEAD_BYTES, IMAGE_EXTENSIONS, image_kind, is_image_name
+from megaclip.data.index import reading
 from megaclip.data.order import runs_of_rows
 from megaclip.data.source import ALONE, HIDDEN, OTHER, SPARE, UNREADABLE, Account, counted, read_file
 from megaclip.errors import DataError
@@ -99,20 +101,22 @@ class ImageFolder:
 
     def _pair(self, files: dict[str, str]) -> tuple[str, str | None] | None:
         """Return picture and caption among the files with one name, by extension, or None without a picture."""
-        captions, kinds = self._keys.extensions, dict[str, str]()
+        captions, unreadable = self._keys.extensions, list[str]()
+        caption = next((files[extension] for extension in captions if extension in files), None)
         picture = next((files[extension] for extension in self._image_extensions if extension in files), None)
         if picture is None and self._by_content:
             kinds = {path: file_kind(path) for extension, path in files.items() if extension not in captions}
             picture = next((path for path, kind in kinds.items() if kind == "readable"), None)
-        caption = next((files[extension] for extension in captions if extension in files), None)
-        self.account.in_samples += (picture is not None) * (1 + (caption is not None))
+            unreadable = [path for path, kind in kinds.items() if kind == "unreadable" and picture is None]
+        used = [path for path in (picture, caption) if path is not None and picture is not None]
+        self.account.in_samples += len(used)
         for extension, path in files.items():
-            if picture is None and kinds.get(path) == "unreadable":
-                self.account.leave_out(UNREADABLE, path, lost=True)
+            if path in unreadable:
+                self.account.leave_out(UNREADABLE, path, lost=path == unreadable[0])
             elif picture is None and path == caption:
                 other = any(extension not in (*captions, JSON) for extension in files)
-                self.account.leave_out(ALONE, path, lost=other and "unreadable" not in kinds.values())
-            elif picture is None or path not in (picture, caption):
+                self.account.leave_out(ALONE, path, lost=other and not unreadable)
+            elif path not in used:
                 is_spare = extension in self._image_extensions or extension in captions
                 self.account.leave_out(SPARE if is_spare else OTHER, path)
         return None if picture is None else (picture, caption)
@@ -168,11 +172,16 @@ def file_kind(path: str) -> str:
     """Return `images.image_kind` of a file. Raises DataError if it cannot be read."""
     if not os.path.isfile(path):  # a device or a pipe could block
         return "no image"
-    try:
-        with open(path, "rb") as file:
-            return image_kind(file.read(HEAD_BYTES))
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    with reading(Path(path)), open(path, "rb") as file:
+        return image_kind(file.read(HEAD_BYTES))
+
+
+def reason_to_leave_out(path: str) -> str:
+    """Return the reason why a file is no image, by its name or its content, or "". Raises DataError."""
+    name = os.path.basename(path)
+    if name.startswith("."):
+        return HIDDEN
+    return "" if is_image_name(name) else {"readable": "", "unreadable": UNREADABLE}.get(file_kind(path), OTHER)
 
 
 def _extension(path: str) -> str:

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,11 @@ def open_index(
     paths: Sequence[Path],
     settings: list[Any],
     suffix: str,
-    *,
-    is_complete: Callable[[Path], bool],
     make: Callable[[Path, list[str], list[int]], dict[str, Any]],
-) -> Path:
-    """Return the path of the index of these files. Makes it if there is none.
+) -> tuple[Path, dict[str, Any]]:
+    """Return the path of the index of these files, and its description. Makes it if there is none.
 
     settings: JSON values that the index depends on.
-    is_complete: returns whether an index and its description fit together.
     make: function of (path, names of the files relative to their common folder, their sizes in bytes) that writes the
         index and returns its description.
 
@@ -55,8 +53,8 @@ def open_index(
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24] + suffix
     folders = _index_folders(root)
     for folder in folders:
-        if is_complete(folder / name):
-            return folder / name
+        if description := _description(folder / name):
+            return folder / name, description
     writable = next(filter(_writable, folders), None)
     if writable is None:
         raise DataError(
@@ -65,18 +63,41 @@ def open_index(
         )
     index = writable / name
     with _locked(index.with_suffix(".lock")):
-        if is_complete(index):  # another process may have made the index meanwhile
-            return index
+        if description := _description(index):  # another process may have made the index meanwhile
+            return index, description
         try:
             with replacing(index, durable=False) as unfinished:
                 description = make(unfinished, names, [stat.st_size for stat in stats])
             with replacing(index.with_suffix(".json"), durable=False) as unfinished:
-                unfinished.write_text(json.dumps(description))
+                text = json.dumps(description)
+                check = {"bytes": index.stat().st_size, "crc32": zlib.crc32(text.encode())}
+                unfinished.write_text(json.dumps(check | {"description": description}))
         except OSError as error:
             raise DataError(
                 f"cannot write the index {index}: {error.strerror or error}; free some space, or check the disk"
             ) from error
-    return index
+    return index, json.loads(text)
+
+
+def _description(index: Path) -> dict[str, Any] | None:
+    """Return the description of an index, or None if there is none, or, with a warning, if it does not fit the index.
+
+    An array file that is shorter than its header states would be mapped into memory, and reading past its end would
+    kill the process (SIGBUS). A full disk or an interrupted copy leaves such a file.
+    """
+    path = index.with_suffix(".json")
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text())
+        if found["bytes"] != (size := index.stat().st_size):
+            raise ValueError(f"it has {size} bytes, expected {found['bytes']}")
+        if found["crc32"] != zlib.crc32(json.dumps(found["description"]).encode()):
+            raise ValueError(f"the checksum of {path.name} is wrong")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _logger.warning("the index %s is damaged and is rebuilt: %s", index, error)
+        return None
+    return found["description"]
 
 
 @contextlib.contextmanager

@@ -15,9 +15,8 @@ from pathlib import Path
 
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.captions import CaptionKeys
-from megaclip.data.image_folder import file_kind, walk_folder
-from megaclip.data.images import is_image_name
-from megaclip.data.source import HIDDEN, OTHER, UNREADABLE, Account, read_file
+from megaclip.data.image_folder import reason_to_leave_out, walk_folder
+from megaclip.data.source import UNREADABLE, Account, read_file
 from megaclip.data.tar_shards import TarShards
 from megaclip.errors import DataError, os_reason
 from megaclip.logging import get_logger
@@ -71,31 +70,26 @@ class _ImageFolder:
         self.is_order_clear = self.is_by_number or by_number == names
         """False if another program might sort the classes in another order."""
         self.classes = by_number if self.is_by_number else names
-        files = [entry.name for entry in entries if entry.is_file()]
-        self.beside = [name for name in files if is_image_name(name) or file_kind(str(folder / name)) != "no image"]
+        self.beside = [
+            entry.name for entry in entries if entry.is_file() and reason_to_leave_out(str(entry)) in ("", UNREADABLE)
+        ]
         """Names of the images outside of the class folders."""
         self.tops: dict[str, str] = {}
         """Folders that hold images and are not inside another one, by their path inside of the folder of their class.
         There is one path, such as "." or "images", unless classes are nested."""
         self.account = Account()
-        self._files: list[tuple[Path, int]] = []
+        self._files: list[tuple[str, int]] = []
         for label, name in enumerate(self.classes):
             for place, files in walk_folder(str(folder / name)):
-                if images := [file for file in self.account.see(sorted(files)) if self._is_image(place, file)]:
-                    self._files += [(Path(place, image), label) for image in images]
-                    if not any(place.startswith(top + os.sep) for top in self.tops.values()):
-                        self.tops[os.path.relpath(place, folder / name)] = place
-
-    def _is_image(self, place: str, name: str) -> bool:
-        """Return whether a file of a class is an image, by its extension or its content, and account for it."""
-        path = os.path.join(place, name)
-        kind = "readable" if is_image_name(name) else "hidden" if name[0] == "." else file_kind(path)
-        if kind == "readable":
-            self.account.in_samples += 1
-        else:
-            reason = {"hidden": HIDDEN, "unreadable": UNREADABLE}.get(kind, OTHER)
-            self.account.leave_out(reason, path, lost=reason == UNREADABLE)
-        return kind == "readable"
+                before = len(self._files)
+                for path in self.account.see(os.path.join(place, file) for file in sorted(files)):
+                    if reason := reason_to_leave_out(path):
+                        self.account.leave_out(reason, path, lost=reason == UNREADABLE)
+                    else:
+                        self._files.append((path, label))
+                if len(self._files) > before and not any(place.startswith(top + os.sep) for top in self.tops.values()):
+                    self.tops[os.path.relpath(place, folder / name)] = place
+        self.account.in_samples = len(self._files)
 
     @property
     def empty_classes(self) -> list[str]:
@@ -108,10 +102,10 @@ class _ImageFolder:
 
     def read(self, row: int) -> RawSample:
         path, label = self._files[row]
-        return RawSample(read_file(path, "image", str(path)), str(label), str(path))
+        return RawSample(read_file(path, "image", path), str(label), path)
 
     def shard_name(self, row: int) -> str:
-        return str(self._files[row][0].parent)
+        return os.path.dirname(self._files[row][0])
 
 
 def open_labelled(path: str | Path, *, max_bad_fraction: float | None = None) -> LabelledDataset:
@@ -144,15 +138,11 @@ def _warn_of_equal_names(folder: Path, names: list[str]) -> None:
     """Warn of classes that share a name. Their prompts are equal, and ties count against the model."""
     counts = {name: count for name, count in Counter(names).items() if count > 1}
     if counts:
-        _logger.warning(
+        text = (
             "zero-shot data %s: %d of %d classes share their names (%s); ties count against the model, so their images "
-            "are never correct at top-1: write a different name for each class to %s",
-            folder,
-            sum(counts.values()),
-            len(names),
-            _listed(list(counts)),
-            CLASS_NAMES_FILE,
+            "are never correct at top-1: write a different name for each class to %s"
         )
+        _logger.warning(text, folder, sum(counts.values()), len(names), _listed(list(counts)), CLASS_NAMES_FILE)
 
 
 def _open_folder(folder: Path) -> LabelledDataset:
@@ -168,28 +158,19 @@ def _open_folder(folder: Path) -> LabelledDataset:
         return LabelledDataset(
             TarShards(shards, caption_keys=CaptionKeys(("cls",), flag="")), _names_of_labels(folder, names), templates
         )
-    names = list(filter(None, names))
-    images = _ImageFolder(folder)
+    names, images = list(filter(None, names)), _ImageFolder(folder)
     if problem := _reason_to_refuse(folder, images, names):
         raise DataError(f"zero-shot data {folder}: {problem}")
     if names:
-        _logger.info(
-            "zero-shot data %s: the %d lines of %s are the classes of the folders, sorted %s: %s, ...",
-            folder,
-            len(names),
-            CLASS_NAMES_FILE,
-            "by number" if images.is_by_number else "by name",
-            ", ".join(f"{name!r} for {place!r}" for name, place in list(zip(names, images.classes, strict=True))[:3]),
-        )
+        first = [f"{name!r} for {place!r}" for name, place in zip(names[:3], images.classes, strict=False)]
+        order = f"sorted by {'number' if images.is_by_number else 'name'}: {', '.join(first)}, ..."
+        text = "zero-shot data %s: the %d lines of %s are the classes of the folders, %s"
+        _logger.info(text, folder, len(names), CLASS_NAMES_FILE, order)
     elif empty := images.empty_classes:
-        _logger.warning(
-            "zero-shot data %s: %d of %d folders have no images (%s) and count as classes: delete folders that are no "
-            "classes",
-            folder,
-            len(empty),
-            len(images.classes),
-            _listed(empty),
+        text = (
+            "zero-shot data %s: %d of %d folders have no images (%s) and count as classes; delete those that are none"
         )
+        _logger.warning(text, folder, len(empty), len(images.classes), _listed(empty))
     return LabelledDataset(images, names or [name.replace("_", " ") for name in images.classes], templates)
 
 

@@ -26,13 +26,31 @@ DOTTED = "a dot before the extension (webdataset ends the name of a sample at it
 LINK = "a link in a tar shard (write the shard with tar --dereference --hard-dereference)"
 REPEATED = "the name of an earlier member of the shard"
 SPARE = "another image or caption of a sample"
-UNREADABLE = "an image format that is not read (convert them to JPEG)"
+UNREADABLE = "an image format that the installed Pillow cannot read, such as HEIC (convert them to JPEG)"
 ALONE = "a caption without an image"
 OTHER = "neither an image nor a caption"
 """Reasons to leave out a file, member or row."""
 
+_MAX_NAMES = {True: 1000, False: 10}
+"""Largest number of names per reason in an account: of possible samples, and of other parts."""
 _T = TypeVar("_T")
 _logger = get_logger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadingOptions:
+    """How the samples of a dataset are found. The flags of these names set the first four."""
+
+    dataset_type: str = "auto"
+    """One of DATASET_TYPES. "auto" recognises the type by file names."""
+    image_key: str | None = None
+    """Column of the images, or their extensions in tar shards and folders ("jpg;png"). Default: the usual names."""
+    caption_key: str | None = None
+    """Column of the captions, or their extensions or JSON fields, as captions.py describes. Default: usual names."""
+    image_root: str | None = None
+    """Folder to which the image paths in tables are relative. Default: the table's, or else the working directory."""
+    id_column: str | None = None
+    """Column of a table with the ids of the pairs."""
 
 
 @dataclasses.dataclass
@@ -48,7 +66,7 @@ class Account:
     in_samples: int = 0
     """Number of parts in samples, including samples that are known to be bad."""
     left_out: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
-    """Reason -> [number of parts, number of possible samples among them, first of these or of the parts]."""
+    """Reason -> [number of parts, number of possible samples among them, names of these, or else of the first parts]"""
     problems: dict[str, int] = dataclasses.field(default_factory=dict)
     """Number of problems that were found when the source was opened, by kind, such as samples without a caption."""
 
@@ -58,9 +76,9 @@ class Account:
             self.seen += 1
             yield part
 
-    def leave_out(self, reason: str, example: str, *, lost: bool = False) -> None:
+    def leave_out(self, reason: str, name: str, *, lost: bool = False) -> None:
         """Count a part that is in no sample. lost: a sample is lost with it."""
-        self._add(reason, 1, int(lost), example)
+        self._add(reason, 1, int(lost), [name])
 
     def add(self, other: Account) -> None:
         """Add the parts and problems of another account."""
@@ -71,12 +89,13 @@ class Account:
         for kind, count in other.problems.items():
             self.problems[kind] = self.problems.get(kind, 0) + count
 
-    def _add(self, reason: str, count: int, lost: int, example: str) -> None:
-        entry = self.left_out.setdefault(reason, [0, 0, example])
-        if lost and not entry[1]:
-            entry[2] = example
-        entry[0] += count
-        entry[1] += lost
+    def _add(self, reason: str, count: int, lost: int, names: list[str]) -> None:
+        old_count, old_lost, old_names = self.left_out.get(reason, (0, 0, []))
+        if bool(lost) == bool(old_lost) or not old_names:
+            names = old_names + names[: _MAX_NAMES[lost > 0] - len(old_names)]
+        elif old_lost:
+            names = old_names
+        self.left_out[reason] = [old_count + count, old_lost + lost, names]
 
     @property
     def lost(self) -> int:
@@ -87,18 +106,18 @@ class Account:
         """Return the sum in one line: parts seen = parts in samples + parts left out, by reason with an example."""
         return f"{self.seen:,} {self.unit} seen = {self.in_samples:,} in samples" + "".join(
             f" + {count:,} left out{f' with {lost:,} possible samples' * bool(lost)}: {reason}, "
-            f"first {shortened(repr(example))}"
-            for reason, (count, lost, example) in sorted(self.left_out.items(), key=lambda item: -item[1][1])
+            f"first {shortened(repr(names[0]))}"
+            for reason, (count, lost, names) in sorted(self.left_out.items(), key=lambda item: -item[1][1])
         )
 
     def reason_to_refuse(self, samples: int, limit: float) -> str:
-        """Return the reason why too many of the possible samples are left out, or "". limit: --max-bad-fraction."""
+        """Return the reasons why too many of the possible samples are left out, or "". limit: --max-bad-fraction."""
         if self.lost <= limit * (samples + self.lost):
             return ""
-        worst = max(self.left_out, key=lambda reason: self.left_out[reason][1])
-        return (
-            f"{self.lost:,} of {samples + self.lost:,} possible samples are left out, most for {worst}, first "
-            f"{shortened(repr(self.left_out[worst][2]))}"
+        return f"{self.lost:,} of {samples + self.lost:,} possible samples are left out" + "".join(
+            f", {lost:,} for {reason}, first {shortened(repr(names[0]))}"
+            for reason, (_, lost, names) in self.left_out.items()
+            if lost
         )
 
     def report(self, what: str, samples: int, limit: float | None) -> None:

@@ -8,10 +8,11 @@ that cannot be read before a run begins.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from megaclip.data.image_folder import ImageFolder, walk_folder
 from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.order import MixtureOrder, SampleOrder, block_quotas
 from megaclip.data.patterns import expand_pattern, refuse_special_files
-from megaclip.data.source import Account, Source
-from megaclip.data.tables import METADATA_FILES, TABLE_TYPES, HubTable, Table, open_table
+from megaclip.data.source import Account, ReadingOptions, Source
+from megaclip.data.tables import METADATA_FILES, TABLE_TYPES, Table, open_table
 from megaclip.data.tar_shards import TarShards
 from megaclip.errors import DataError, os_reason
 
@@ -190,11 +191,7 @@ def open_pairs(
     specs: each a brace or glob pattern of tar, parquet, CSV, TSV or JSON-lines files, a folder (of such files, of
     images with a metadata file, or saved by HF `datasets`), or `hf:NAME[:SPLIT[:CONFIG]]` for a hub dataset.
     weights: one per spec, for a mixture. Default: every sample comes once per epoch.
-    dataset_type: one of DATASET_TYPES. "auto" recognises the type by file names.
-    image_key, caption_key: column names, or member extensions of tar shards ("jpg;png"); captions.py describes how the
-        captions of tar shards are found. Default: the usual names.
-    image_root: folder to which the image paths in tables are relative. Default: the table's folder, or else the working
-        directory.
+    dataset_type, image_key, caption_key, image_root: `ReadingOptions` describes them.
     id_key: "caption", "image" or the column of a table: pairs with the same one have the same id.
     max_bad_fraction: largest fraction of possible samples that are left out. Default: DEFAULT_MAX_BAD_FRACTION.
     Raises DataError if files are missing or cannot be read, or if too many possible samples are left out.
@@ -206,7 +203,8 @@ def open_pairs(
     if image_root is not None and not os.path.isdir(image_root):
         raise DataError(f"--image-root {image_root!r} is not a folder; give the folder of the images")
     id_column = None if id_key in ("caption", "image") else id_key
-    sources = [_open_readable(spec, dataset_type, image_key, caption_key, image_root, id_column) for spec in specs]
+    options = ReadingOptions(dataset_type, image_key, caption_key, image_root, id_column)
+    sources = [_open_readable(spec, options) for spec in specs]
     for spec, source in zip(specs, sources, strict=True):
         source.account.report(f"data {spec!r}", len(source), max_bad_fraction)
     dataset = PairDataset(sources, weights)
@@ -218,68 +216,46 @@ def check_manifest(saved: dict[str, Any], current: dict[str, Any]) -> None:
     """Raise DataError, with the first difference, if the data of a checkpoint and the current data differ."""
     if saved == current:
         return
-    advice = "resume with the data of the checkpoint, or start a new run"
-    before, now = saved.get("sources", []), current["sources"]
-    if len(before) != len(now):
-        raise DataError(f"the checkpoint was trained on {len(before)} datasets, this run has {len(now)}; {advice}")
-    if saved.get("weights") != current["weights"]:
-        raise DataError(
-            f"the checkpoint was trained with mixture weights {saved.get('weights')}, "
-            f"this run has {current['weights']}; {advice}"
-        )
-    for number, (old, new) in enumerate(zip(before, now, strict=True)):
-        if old["type"] != new["type"]:
-            raise DataError(f"dataset {number} was of type {old['type']}, now it is {new['type']}; {advice}")
-        if len(old["files"]) != len(new["files"]):
-            raise DataError(f"dataset {number} had {len(old['files'])} files, now {len(new['files'])}; {advice}")
-        for old_file, new_file in zip(old["files"], new["files"], strict=True):
-            if old_file != new_file:
-                fields = ("name", "bytes", "samples")
-                was = ", ".join(f"{field} {value}" for field, value in zip(fields, old_file, strict=True))
-                is_ = ", ".join(f"{field} {value}" for field, value in zip(fields, new_file, strict=True))
-                raise DataError(f"dataset {number} had a file with {was}; now it has {is_}; {advice}")
-        if old.get("checksum", new["checksum"]) != new["checksum"]:  # earlier versions recorded none
+    for (what, was), (_, now) in zip(_facts(saved), _facts(current), strict=False):
+        if was not in (now, None):  # earlier versions recorded no checksum
             raise DataError(
-                f"dataset {number} has the files of the checkpoint, but its samples are in another order or have other "
-                f"captions; the loss may keep a state per sample; {advice}"
+                f"the checkpoint was trained on data with {was} as {what}, now it is {now}; resume with the data of "
+                "the checkpoint, or start a new run"
             )
-        if "checksum" not in old:
-            return
-    raise DataError(f"the data differs from that of the checkpoint; {advice}")
 
 
-def _open_readable(
-    spec: str,
-    dataset_type: str,
-    image_key: str | None,
-    caption_key: str | None,
-    image_root: str | None,
-    id_column: str | None,
-) -> Source:
+def _facts(manifest: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of what a manifest records. Equal values so far mean equal names."""
+    sources = manifest.get("sources", [])
+    yield "number of datasets", len(sources)
+    yield "mixture weights", manifest.get("weights") or "none"
+    for number, source in enumerate(sources):
+        yield f"type of dataset {number}", source["type"]
+        yield f"number of files of dataset {number}", len(source["files"])
+        for name, size, samples in source["files"]:
+            yield f"a file of dataset {number}", f"{name}, {size} bytes, {samples} samples"
+        yield f"checksum of the order and the captions of dataset {number}", source.get("checksum")
+    yield "number of samples", manifest.get("samples")
+
+
+def _open_readable(spec: str, options: ReadingOptions) -> Source:
     """Return the source of a spec. Raises DataError, also if the system refuses to read the data."""
     try:
-        source = _open_source(spec, dataset_type, image_key, caption_key, image_root, id_column)
+        source = _open_source(spec, options)
     except OSError as error:
         raise DataError(f"cannot read data {spec!r}: {os_reason(error)}") from error
-    if id_column is not None and not isinstance(source, Table):
+    if options.id_column is not None and not isinstance(source, Table):
         raise DataError(
-            f"data {spec!r} has no columns, and --id-key is {id_column!r}; use 'caption' or 'image', or convert "
-            "the data to a table"
+            f"data {spec!r} has no columns, and --id-key is {options.id_column!r}; use 'caption' or 'image', or "
+            "convert the data to a table"
         )
     return source
 
 
-def _open_source(
-    spec: str,
-    dataset_type: str,
-    image_key: str | None,
-    caption_key: str | None,
-    image_root: str | None,
-    id_column: str | None,
-) -> Source:
+def _open_source(spec: str, options: ReadingOptions) -> Source:
+    dataset_type = options.dataset_type
     if spec.startswith("hf:") or dataset_type == "hub":
-        rows = HubTable.parse(spec.removeprefix("hf:")).load()
-        return Table(rows, spec, "hub", image_key, caption_key, id_column=id_column)
+        return open_table([spec.removeprefix("hf:")], "hub", options)
     paths = expand_pattern(spec)
     _refuse_compressed_tars(spec, paths)
     _refuse_several_folders(spec, paths)
@@ -287,30 +263,27 @@ def _open_source(
         dataset_type, paths = _recognise(spec, paths)
     elif len(paths) == 1 and os.path.isdir(paths[0]) and dataset_type in _TYPE_OF_SUFFIX.values():
         paths = _files_of_type(paths[0], dataset_type)
-    if dataset_type == "webdataset":
-        return TarShards(
-            paths,
-            image_extensions=_extensions(image_key),
-            caption_keys=CaptionKeys.parse(caption_key),
-        )
-    metadata = _metadata_of(paths[0]) if dataset_type == "imagefolder" else []
-    if dataset_type == "imagefolder" and not metadata:
-        return ImageFolder(
-            paths[0],
-            image_extensions=_extensions(image_key),
-            caption_keys=CaptionKeys.parse(caption_key),
-        )
-    if metadata:
-        folder = paths[0]
-        kinds = {_TYPE_OF_SUFFIX[Path(path).suffix] for path in metadata}
-        if "parquet" in kinds and len(kinds) > 1:
-            raise DataError(f"data {folder!r} has metadata files in parquet and as text; use one of these formats")
-        # `datasets` calls the column of the pictures "image" when it has read the file names.
-        image_key = None if image_key == "image" else image_key
-        table = open_table(metadata, kinds.pop(), image_key, caption_key, id_column=id_column)
-        table.leave_out_unnamed(folder)
-        return table
-    return open_table(paths, dataset_type, image_key, caption_key, image_root, id_column)
+    if dataset_type in ("webdataset", "imagefolder"):
+        keys = CaptionKeys.parse(options.caption_key)
+        extensions = _extensions(options.image_key)
+        if dataset_type == "webdataset":
+            return TarShards(paths, image_extensions=extensions, caption_keys=keys)
+        if not (metadata := _metadata_of(paths[0])):
+            return ImageFolder(paths[0], image_extensions=extensions, caption_keys=keys)
+        return _open_metadata(paths[0], metadata, options)
+    return open_table(paths, dataset_type, options)
+
+
+def _open_metadata(folder: str, tables: list[str], options: ReadingOptions) -> Table:
+    """Return the table of the pictures in a folder."""
+    kinds = {_TYPE_OF_SUFFIX[Path(path).suffix] for path in tables}
+    if "parquet" in kinds and len(kinds) > 1:
+        raise DataError(f"data {folder!r} has metadata files in parquet and as text; use one of these formats")
+    # `datasets` calls the column of the pictures "image" when it has read the file names.
+    image_key = None if options.image_key == "image" else options.image_key
+    table = open_table(tables, kinds.pop(), dataclasses.replace(options, image_key=image_key, image_root=None))
+    table.leave_out_unnamed(folder)
+    return table
 
 
 def _refuse_compressed_tars(spec: str, paths: Sequence[str]) -> None:

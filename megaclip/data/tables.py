@@ -12,16 +12,18 @@ import functools
 import glob
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.captions import cleaned, decoded
 from megaclip.data.image_folder import walk_folder
 from megaclip.data.images import is_image_name
 from megaclip.data.order import runs_of_rows
-from megaclip.data.source import MAX_BYTES, Account, check_size, read_file
+from megaclip.data.source import MAX_BYTES, Account, ReadingOptions, check_size, read_file
 from megaclip.data.text_tables import CAPTION_COLUMNS, IMAGE_COLUMNS, TextTable, find_column, open_text_tables
 from megaclip.errors import DataError, first_line, shortened
 
@@ -36,28 +38,6 @@ MAX_SHOWN = 200
 """Largest number of characters of a path in a message."""
 
 
-@dataclasses.dataclass(frozen=True)
-class HubTable:
-    """Name of a dataset on the Hugging Face hub: `NAME[:SPLIT[:CONFIG]]`."""
-
-    name: str
-    split: str = "train"
-    config: str | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> HubTable:
-        """Parse the part after `hf:`. Raises DataError."""
-        parts = text.split(":")
-        if not parts[0] or len(parts) > 3:
-            raise DataError(f"data 'hf:{text}' is not a hub dataset; write hf:NAME[:SPLIT[:CONFIG]]")
-        name, split, config = (*parts, "", "")[:3]
-        return cls(name, split or "train", config or None)
-
-    def load(self) -> Dataset:
-        """Open the dataset from the cache, or download it."""
-        return _load(self.name, self.name, self.config, split=self.split)
-
-
 class Table:
     """Rows of one Hugging Face dataset."""
 
@@ -66,40 +46,31 @@ class Table:
         dataset: Dataset,
         name: str,
         kind: str,
-        image_key: str | None,
-        caption_key: str | None,
+        options: ReadingOptions,
         *,
         files: Sequence[str] = (),
-        image_root: str | None = None,
-        id_column: str | None = None,
+        rows: Sequence[int] = (),
         text: TextTable | None = None,
     ) -> None:
-        """files: files of the table. id_column: column of `RawSample.id_cell`. text: index of the files."""
+        """files, rows: files of the table, and the number of rows in each. text: index of the files."""
         from datasets import ClassLabel, Image
 
-        self.kind = kind
-        self._name = name
-        self._files = list(files)
+        self.kind, self._name, self._files = kind, name, list(files)
         if len(dataset) == 0:
             raise DataError(_no_rows(_with_others(self._files) if files else name))
         names = dataset.column_names
-        self._image = "image" if text else find_column(names, image_key, IMAGE_COLUMNS, "image", name)
-        self._caption = "caption" if text else find_column(names, caption_key, CAPTION_COLUMNS, "caption", name)
+        self._image = "image" if text else find_column(names, options.image_key, IMAGE_COLUMNS, "image", name)
+        self._caption = "caption" if text else find_column(names, options.caption_key, CAPTION_COLUMNS, "caption", name)
         self._columns = text.columns if text else {"image": self._image, "caption": self._caption}
-        folders = [os.path.dirname(path) or "." for path in files]
-        self._folders: list[str] | None = folders or None
-        """Folder of each file, to which paths are relative. Only a text table knows the file of a row."""
-        if image_root is not None:
-            self._folders = [image_root] * len(folders)
-        elif text is None and len(set(folders)) > 1:
-            self._folders = None
-        self._requires_folder = image_root is not None
+        self._image_root, self._ends = options.image_root, np.cumsum(rows)
         # A saved dataset may have the format of NumPy or another library, in which a list is not a Python list.
         dataset = dataset.with_format(None)
         self._ids: Dataset | None = None
-        if id_column is not None:
-            self._ids = dataset.select_columns(["id" if text else find_column(names, id_column, (), "id", name)])
-        dataset = dataset.select_columns([self._image, self._caption, *(["file"] if text else [])])
+        if options.id_column is not None:
+            self._ids = dataset.select_columns(
+                ["id" if text else find_column(names, options.id_column, (), "id", name)]
+            )
+        dataset = dataset.select_columns([self._image, self._caption])
         if isinstance(dataset.features[self._image], Image):
             dataset = dataset.cast_column(self._image, Image(decode=False))
         feature = dataset.features[self._caption]
@@ -114,7 +85,7 @@ class Table:
         self._rows = dataset
         self._only_captions = dataset.select_columns([self._caption])
         self.shard_sizes = runs_of_rows(len(dataset))
-        self.account = text.account if text else Account("rows", len(dataset), len(dataset))
+        self.account = text.account if text else Account("rows", sum(rows) or len(dataset), len(dataset))
         self._checksum = text.checksum if text else ""
 
     def __len__(self) -> int:
@@ -149,7 +120,7 @@ class Table:
         """Account for the pictures in `folder` that no row names."""
         named = set[str]()
         for row, cell in enumerate(self.image_paths() or ()):
-            named.add(os.path.realpath(os.path.join(self._folder(row) or ".", os.fsdecode(cell))))
+            named.add(os.path.realpath(os.path.join(self._folder(row) or "", os.fsdecode(cell))))
         for place, names in walk_folder(folder):
             for name in names:
                 path = os.path.join(place, name)
@@ -166,16 +137,12 @@ class Table:
         return sizes
 
     def shard_name(self, row: int) -> str:
-        """Return the file of a row, or the name of the table if it is not known."""
-        return self._files[self._rows[row]["file"]] if "file" in self._rows.column_names else self._name
+        """Return the file of a row, or the name of a table without files."""
+        return self._files[int(np.searchsorted(self._ends, row, side="right"))] if self._files else self._name
 
-    def _folder(self, row: int, record: dict[str, Any] | None = None) -> str | None:
+    def _folder(self, row: int) -> str | None:
         """Return the folder to which the image path of a row is relative, or None for the working directory."""
-        if self._folders is None:
-            return None
-        if "file" not in self._rows.column_names:
-            return self._folders[0]
-        return self._folders[(record or self._rows[row])["file"]]
+        return self._image_root or (os.path.dirname(self.shard_name(row)) if self._files else None)
 
     def read(self, row: int) -> RawSample:
         """Return the undecoded sample. Raises BadSample."""
@@ -183,7 +150,7 @@ class Table:
         record = _record(self._rows, row, key)
         captions = self._captions(record[self._caption], key)
         cell = record[self._image]
-        image = self._content(cell, key, self._folder(row, record))
+        image = self._content(cell, key, self._folder(row))
         path = cell.get("path") if isinstance(cell, dict) else cell
         if isinstance(path, str):
             key += f" ({path[:MAX_SHOWN]})"
@@ -197,14 +164,6 @@ class Table:
         if cell is None or cell in ("", b"") or cell != cell:  # NaN
             raise BadSample("missing id", f"{key}: its {column} of --id-key is empty")
         return str(cell)
-
-    def names_files_in(self, folder: str) -> bool:
-        """Return whether the image of the first row is the path of a file, relative to `folder`."""
-        try:
-            path = _record(self._rows, 0, "0")[self._image]
-        except BadSample:
-            return False
-        return isinstance(path, str) and not os.path.isabs(path) and os.path.exists(os.path.join(folder, path))
 
     def captions(self, row: int) -> tuple[str, ...]:
         """Return only the caption of a sample, or its captions. Raises BadSample."""
@@ -231,10 +190,12 @@ class Table:
             return value
         if not isinstance(value, str) or not value:
             raise BadSample("missing image", key)
-        path, where = value, f" in {folder} or in the working directory" if folder else ""
-        if folder is not None and (self._requires_folder or os.path.exists(os.path.join(folder, value))):
-            path = os.path.join(folder, value)
-        return read_file(path, "image", key, "; --image-root is its folder" if self._requires_folder else where)
+        where = f" in {folder} or in the working directory" if folder else ""
+        if self._image_root:
+            where = "; --image-root is its folder"
+        if self._image_root or os.path.exists(os.path.join(folder or "", value)):
+            value = os.path.join(folder or "", value)
+        return read_file(value, "image", key, where)
 
 
 def _text(value: Any, key: str) -> str:
@@ -257,49 +218,52 @@ def _record(rows: Dataset, row: int, key: str) -> dict[str, Any]:
         raise BadSample("unreadable row", f"{key}: {first_line(error)}") from error
 
 
-def open_table(
-    paths: list[str],
-    kind: str,
-    image_key: str | None,
-    caption_key: str | None,
-    image_root: str | None = None,
-    id_column: str | None = None,
-) -> Table:
-    """Open files, or one folder for "saved", as a table. Raises DataError."""
+def open_table(paths: Sequence[str], kind: str, options: ReadingOptions) -> Table:
+    """Open files as a table of type `kind`, one of TABLE_TYPES: one folder for "saved", one name for "hub".
+
+    Raises DataError.
+    """
     import datasets
 
+    name, options = paths[0], dataclasses.replace(options, dataset_type=kind)
     if kind == "saved":
-        return Table(_load_saved(paths[0]), paths[0], kind, image_key, caption_key, id_column=id_column)
-    options: dict[str, Any] = {"files": paths, "image_root": image_root, "id_column": id_column}
+        return Table(_load_saved(name), name, kind, options)
+    if kind == "hub":
+        repository, split, config = parse_hub_name(name)
+        dataset = _load(repository, datasets.load_dataset, repository, config, split=split)
+        return Table(dataset, f"hf:{name}", kind, options)
     if kind in ("csv", "json"):
-        text = open_text_tables(paths, kind, image_key, caption_key, id_column)
-        options |= {"text": text}
-        return Table(datasets.Dataset.from_file(str(text.path)), paths[0], kind, image_key, caption_key, **options)
-    filled = [path for path in paths if not _is_empty(path)]  # `datasets` fails for most other empty files
+        text = open_text_tables(paths, options)
+        dataset = datasets.Dataset.from_file(str(text.path))
+        return Table(dataset, name, kind, options, files=paths, rows=text.rows, text=text)
+    rows = list(map(_parquet_rows, paths))
+    # `datasets` treats file names as patterns, and fails for most files without rows.
+    filled = [glob.escape(os.path.abspath(path)) for path, count in zip(paths, rows, strict=True) if count]
     if not filled:
         raise DataError(_no_rows(_with_others(paths)))
-    names = [glob.escape(os.path.abspath(path)) for path in filled]  # `datasets` treats file names as patterns
-    dataset = _load(_with_others(filled), kind, data_files=names, split="train")
-    table = Table(dataset, paths[0], kind, image_key, caption_key, **options)
-    if table.names_files_in(os.path.dirname(paths[0]) or ".") and len({os.path.dirname(path) for path in paths}) > 1:
-        raise DataError(
-            f"data {paths[0]!r}: the tables are in several folders, and their image paths are relative to them; give "
-            "the tables of each folder as a separate entry"
-        )
-    return table
+    dataset = _load(_with_others(paths), datasets.load_dataset, kind, data_files=filled, split="train")
+    return Table(dataset, name, kind, options, files=paths, rows=rows)
 
 
-def _is_empty(path: str) -> bool:
-    """Return whether a parquet file has no bytes or no rows. Files that cannot be read are not empty."""
+def parse_hub_name(text: str) -> tuple[str, str, str | None]:
+    """Return the repository, the split and the configuration of `NAME[:SPLIT[:CONFIG]]`. Raises DataError."""
+    name, split, config, *more = (*text.split(":"), "", "", "")
+    if not name or any(more):
+        raise DataError(f"data 'hf:{text}' is not a hub dataset; write hf:NAME[:SPLIT[:CONFIG]]")
+    return name, split or "train", config or None
+
+
+def _parquet_rows(path: str) -> int:
+    """Return the number of rows of a parquet file, 0 for an empty file, or 1 if `datasets` will report an error."""
     import pyarrow.parquet as pq
 
     try:
-        return os.path.getsize(path) == 0 or pq.read_metadata(path).num_rows == 0
+        return int(pq.read_metadata(path).num_rows) if os.path.getsize(path) else 0
     except (OSError, ValueError):  # pyarrow's errors are ValueErrors
-        return False
+        return 1
 
 
-def _with_others(paths: list[str]) -> str:
+def _with_others(paths: Sequence[str]) -> str:
     """Return the first path and the number of the other paths, for errors."""
     return paths[0] + (f" and {len(paths) - 1} more files" if len(paths) > 1 else "")
 
@@ -308,16 +272,15 @@ def _no_rows(what: str) -> str:
     return f"data {what!r}: no rows; give tables with one row per sample"
 
 
-def _load(what: str, kind: str, *arguments: Any, **options: Any) -> Dataset:
-    """Return the loaded dataset. what: the data, for the error. kind: its type, or the name of a hub dataset."""
-    import datasets
-
+def _load(what: str, load: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Return load(*arguments, **options), a function of `datasets`. Raises DataError. what: the data, for the error."""
     try:
-        return datasets.load_dataset(kind, *arguments, **options)
+        return load(*arguments, **options)
     except Exception as error:  # `datasets` raises many types; all mean that the data cannot be read
-        if "corresponds to no data" in str(error):
+        # The first table of a saved dataset without rows is an IndexError.
+        if isinstance(error, IndexError) or "corresponds to no data" in str(error):
             raise DataError(_no_rows(what)) from error
-        raise DataError(f"cannot read {what} as {kind}: {_reason(error)}") from error
+        raise DataError(f"cannot read {what}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -339,12 +302,7 @@ def _reason(error: Exception) -> str:
 def _load_saved(folder: str) -> Dataset:
     import datasets
 
-    try:
-        loaded = datasets.load_from_disk(folder)
-    except IndexError as error:  # the first table of a dataset that was saved without rows
-        raise DataError(_no_rows(folder)) from error
-    except Exception as error:  # `datasets` raises many types; all mean that the folder cannot be read
-        raise DataError(f"cannot read the saved dataset {folder}: {_reason(error)}") from error
+    loaded = _load(folder, datasets.load_from_disk, folder)
     if isinstance(loaded, datasets.DatasetDict):
         if len(loaded) != 1:
             raise DataError(

@@ -5,7 +5,7 @@ Opening a set of shards walks their headers once (tar_walk.py) and writes the in
     <fingerprint>.npy     one row per sample: offsets and sizes of its image and caption; memory-mapped by all processes
     <fingerprint>.json    the manifest: shard names, sizes in bytes, counts of samples and members, damage
 
-A damaged file is detected by its size, and the index is rebuilt.
+A damaged file is detected by its size or checksum, and the index is rebuilt.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import hashlib
-import json
 import os
 import time
 from collections import Counter
@@ -33,7 +32,7 @@ from megaclip.data.tar_walk import ENTRY, MISSING, ShardContents, walk_shard
 from megaclip.errors import DataError
 from megaclip.logging import get_logger
 
-_FORMAT = 3
+_FORMAT = 4
 _ROWS_CHECKED, _JSON_CHECKED = 10_000, 16
 """Number of first samples that are searched for JSON members, and of members that are checked for the fields."""
 _OPEN_SHARDS = 64
@@ -57,9 +56,8 @@ class TarShards:
         self._paths = [Path(path).absolute() for path in paths]
         self._image_extensions, self._caption_keys = tuple(image_extensions or IMAGE_EXTENSIONS), caption_keys
         by_content = not image_extensions
-        self._index = _open_index(self._paths, self._image_extensions, caption_keys.extensions, by_content)
-        manifest = json.loads(self._index.with_suffix(".json").read_text())
-        self.shards: list[dict[str, Any]] = manifest["shards"]
+        self._index, description = _open_index(self._paths, self._image_extensions, caption_keys.extensions, by_content)
+        self.shards: list[dict[str, Any]] = description["shards"]
         self.shard_sizes = np.array([shard["samples"] for shard in self.shards], dtype=np.int64)
         self._ends = np.cumsum(self.shard_sizes)
         self.account = Account("members")
@@ -189,7 +187,7 @@ class TarShards:
         """Return advice on members that may hold the image or the caption, or "" if there are none."""
         found = {extension: number for number, shard in enumerate(self.shards) for extension in shard["others"]}
         if what == "image" and (unreadable := self.account.left_out.get(UNREADABLE)):
-            return f"; {unreadable[0]} members have {UNREADABLE}, first {unreadable[2]!r}"
+            return f"; {unreadable[0]} members have {UNREADABLE}, first {unreadable[2][0]!r}"
         if not found or not self._caption_keys.flag:
             return ""
         if what == "caption" and JSON in found:
@@ -221,38 +219,14 @@ class TarShards:
 
 def _open_index(
     paths: list[Path], image_extensions: tuple[str, ...], caption_extensions: tuple[str, ...], by_content: bool
-) -> Path:
-    """Return the path of the .npy file of these shards' index. Makes the index if there is none."""
+) -> tuple[Path, dict[str, Any]]:
+    """Return the path of the .npy file of these shards' index, and its description. Makes it if there is none."""
 
     def make(index: Path, names: list[str], sizes: list[int]) -> dict[str, Any]:
         return _write_index(index, _walk_all(paths, image_extensions, caption_extensions, by_content), names, sizes)
 
     settings = [_FORMAT, image_extensions, caption_extensions, by_content]
-    return open_index(paths, settings, ".npy", is_complete=_is_complete, make=make)
-
-
-def _is_complete(index: Path) -> bool:
-    """Return whether both files of an index exist and fit together; log a warning if they exist and do not.
-
-    An array file that is shorter than its header states would be mapped into memory, and reading past its end would
-    kill the process (SIGBUS). A full disk or an interrupted copy leaves such a file.
-    """
-    manifest = index.with_suffix(".json")
-    if not manifest.exists():
-        return False
-    try:
-        samples = sum(int(shard["samples"]) for shard in json.loads(manifest.read_text())["shards"])
-        with index.open("rb") as file:
-            if np.lib.format.read_magic(file) != (1, 0):
-                raise ValueError("the version of its array is not 1.0")
-            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-            expected = file.tell() + samples * ENTRY.itemsize
-        if (shape, dtype) != ((samples,), ENTRY) or index.stat().st_size != expected:
-            raise ValueError(f"it has {index.stat().st_size} bytes, expected {expected} for {samples} samples")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        _logger.warning("the index %s is damaged and is rebuilt: %s", index, error)
-        return False
-    return True
+    return open_index(paths, settings, ".npy", make=make)
 
 
 def _walk_all(
@@ -291,4 +265,4 @@ def _write_index(index: Path, contents: list[ShardContents], names: list[str], s
         }
         for name, size, shard in zip(names, sizes, contents, strict=True)
     ]
-    return {"format": _FORMAT, "shards": shards}
+    return {"shards": shards}

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.index import open_index, reading
-from megaclip.data.source import MAX_BYTES, Account
+from megaclip.data.source import MAX_BYTES, Account, ReadingOptions
 from megaclip.errors import DataError, first_line, shortened
 from megaclip.logging import get_logger
 
@@ -29,7 +29,7 @@ IMAGE_COLUMNS = (
 )
 CAPTION_COLUMNS = ("caption", "text", "txt", "title", "captions", "sentence", "alt_text", "sentences", "comment")
 BLANK = "a blank line"
-_FORMAT = 2
+_FORMAT = 3
 _IMAGE_SUFFIXES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
 _BATCH = 10_000
 _RECORDS_CHECKED = 100
@@ -41,37 +41,36 @@ _QUOTES = (
 
 _logger = get_logger(__name__)
 _Row = tuple[str | None, list[str] | None, str | None]
-"""Image path, captions, and the cell of the column of ids, if one was requested."""
+"""Image path, captions, and the cell of the column of ids, if there is one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TextTable:
-    """The index of some files: an Arrow stream with the columns "file" (number), "image", "caption" (list) and "id"."""
+    """The index of some files: an Arrow stream with the columns "image", "caption" (list) and "id"."""
 
     path: Path
     columns: dict[str, str]
     """Names of the columns of images and captions in the first file."""
+    rows: list[int]
+    """Number of rows of each file."""
     account: Account
     checksum: str
     """Checksum of all rows, in order."""
 
 
-def open_text_tables(
-    paths: Sequence[str], kind: str, image_key: str | None, caption_key: str | None, id_column: str | None
-) -> TextTable:
+def open_text_tables(paths: Sequence[str], options: ReadingOptions) -> TextTable:
     """Return the index of the rows of CSV, TSV and JSON files. Raises DataError if a file cannot be read as a table.
 
-    kind: "csv" or "json", for files whose names end in neither .csv, .tsv, .json nor .jsonl.
+    `options.dataset_type` is that of files whose names end in neither .csv, .tsv, .json nor .jsonl.
     """
 
     def make(index: Path, names: list[str], sizes: list[int]) -> dict[str, Any]:
-        return _convert(index, paths, kind, image_key, caption_key, id_column)
+        return _convert(index, paths, options)
 
-    settings = [_FORMAT, kind, image_key, caption_key, id_column, IMAGE_COLUMNS, CAPTION_COLUMNS]
-    absolute = [Path(path).absolute() for path in paths]
-    index = open_index(absolute, settings, ".arrow", is_complete=_is_complete, make=make)
-    description = json.loads(index.with_suffix(".json").read_text())
-    return TextTable(index, description["columns"], Account(**description["account"]), description["checksum"])
+    keys = [options.dataset_type, options.image_key, options.caption_key, options.id_column]
+    settings = [_FORMAT, *keys, IMAGE_COLUMNS, CAPTION_COLUMNS]
+    index, description = open_index([Path(path).absolute() for path in paths], settings, ".arrow", make)
+    return TextTable(path=index, **description | {"account": Account(**description["account"])})
 
 
 def find_column(names: Sequence[str], wanted: str | None, usual: Sequence[str], what: str, path: str) -> str:
@@ -83,75 +82,49 @@ def find_column(names: Sequence[str], wanted: str | None, usual: Sequence[str], 
     raise DataError(f"data {path!r} has no {what} column {expected}; it has {columns}; set --{what}-key to one of them")
 
 
-def _is_complete(index: Path) -> bool:
-    try:
-        return json.loads(index.with_suffix(".json").read_text())["bytes"] == index.stat().st_size
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _convert(
-    index: Path,
-    paths: Sequence[str],
-    kind: str,
-    image_key: str | None,
-    caption_key: str | None,
-    id_column: str | None,
-) -> dict[str, Any]:
+def _convert(index: Path, paths: Sequence[str], options: ReadingOptions) -> dict[str, Any]:
     import pyarrow as pa
 
     text = pa.string()
-    schema = pa.schema([("file", pa.int32()), ("image", text), ("caption", pa.list_(text)), ("id", text)])
-    account, columns, digest = Account("rows"), dict[str, str](), hashlib.sha256()
+    schema = pa.schema([("image", text), ("caption", pa.list_(text)), ("id", text)])
+    account, columns, counts, digest = Account("rows"), dict[str, str](), list[int](), hashlib.sha256()
     with pa.OSFile(str(index), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-        for number, path in enumerate(paths):
+        for path in paths:
+            counts.append(0)
             try:
-                suffix = os.path.splitext(path)[1].lower()
-                is_json = suffix in (".json", ".jsonl") or (kind == "json" and suffix not in (".csv", ".tsv"))
-                rows = _rows(path, is_json, image_key, caption_key, id_column, account, columns)
+                rows = _rows(path, options, account, columns)
                 while batch := list(itertools.islice(rows, _BATCH)):
-                    account.in_samples += len(batch)
+                    counts[-1] += len(batch)
                     images, captions, ids = zip(*batch, strict=True)
                     digest.update(json.dumps(list(zip(images, captions, strict=True))).encode())
-                    writer.write_batch(pa.record_batch([[number] * len(batch), images, captions, ids], schema=schema))
+                    writer.write_batch(pa.record_batch([images, captions, ids], schema=schema))
             except UnicodeDecodeError as error:
                 raise DataError(
                     f"cannot read {path}: byte 0x{error.object[error.start]:02x} is not {error.encoding}; convert the "
                     f"file to UTF-8, for example with  iconv -f CP1252 -t UTF-8 {path} > NEW_FILE"
                 ) from error
-    size = index.stat().st_size
-    return {
-        "bytes": size,
-        "columns": columns,
-        "account": dataclasses.asdict(account),
-        "checksum": digest.hexdigest()[:16],
-    }
+    account.in_samples = sum(counts)
+    checksum = digest.hexdigest()[:16]
+    return {"columns": columns, "rows": counts, "account": dataclasses.asdict(account), "checksum": checksum}
 
 
-def _rows(
-    path: str,
-    is_json: bool,
-    image_key: str | None,
-    caption_key: str | None,
-    id_column: str | None,
-    account: Account,
-    columns: dict[str, str],
-) -> Iterator[_Row]:
+def _rows(path: str, options: ReadingOptions, account: Account, columns: dict[str, str]) -> Iterator[_Row]:
     """Yield the rows of one file; set `columns` if it is empty. An empty file has no rows."""
-    if is_json:
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix in (".json", ".jsonl") or (options.dataset_type == "json" and suffix not in (".csv", ".tsv")):
         records = iter(_records(path, account))
         first = list(itertools.islice(records, _RECORDS_CHECKED))
         names = list(dict.fromkeys(name for record in first for name in record))
         table: Iterator[dict[str, Any]] = itertools.chain(first, records)
     else:
-        names, lines = _cells(path, account)
-        table = (dict(zip(names, cells, strict=False)) for cells in lines)
+        separator, names = _header(path)
+        table = _csv_rows(path, separator, names, account)
     if not names:
         return
-    image = find_column(names, image_key, IMAGE_COLUMNS, "image", path)
-    caption = find_column(names, caption_key, CAPTION_COLUMNS, "caption", path)
-    if id_column is not None:
-        find_column(names, id_column, (), "id", path)
+    image = find_column(names, options.image_key, IMAGE_COLUMNS, "image", path)
+    caption = find_column(names, options.caption_key, CAPTION_COLUMNS, "caption", path)
+    if options.id_column is not None:
+        find_column(names, options.id_column, (), "id", path)
     columns.setdefault("image", image)
     columns.setdefault("caption", caption)
     for record in table:
@@ -160,7 +133,7 @@ def _rows(
             found = found.get("path")
         values = value if isinstance(value, list) else [value]
         texts = [text for text in map(_text, values) if text is not None]
-        yield _text(found) or None, texts or None, _text(record.get(id_column)) if id_column is not None else None
+        yield _text(found) or None, texts or None, _text(record.get(options.id_column or ""))
 
 
 def _text(value: Any) -> str | None:
@@ -219,84 +192,87 @@ def separator_of(header: str) -> str:
     return "\t" if "\t" in header else max(",;|", key=header.count)
 
 
-def _cells(path: str, account: Account) -> tuple[list[str], Iterator[list[str]]]:
-    """Return the names of the columns of a CSV file, and its rows."""
+def _header(path: str) -> tuple[str, list[str]]:
+    """Return the separator and the names of the columns of a CSV file."""
     csv.field_size_limit(16 * MAX_BYTES["caption"])
     with _open_text(path) as file:
         header = next((line for line in file if line.strip()), "")
     separator = separator_of(header)
     try:
-        names = [name.strip() for name in next(csv.reader([header], delimiter=separator, skipinitialspace=True), [])]
+        names = next(csv.reader([header], delimiter=separator, skipinitialspace=True), [])
     except csv.Error as error:
         raise DataError(f"cannot read {path}: its first line: {error}") from error
-    quoted = _has_quoted_cells(path, separator, len(names)) if names else False
-    return names, _checked_rows(path, separator, len(names), quoted, account)
+    return separator, [name.strip() for name in names]
 
 
-def _checked_rows(path: str, separator: str, width: int, quoted: bool, account: Account) -> Iterator[list[str]]:
+def _csv_rows(path: str, separator: str, names: list[str], account: Account) -> Iterator[dict[str, str]]:
     """Yield the rows after the first one. Raises DataError for a row with more cells than the first line has names."""
-    numbered = 0
+    numbered = None
     """1 if the rows have an additional first cell with their number, as R writes them."""
-    rows = itertools.dropwhile(lambda row: not row[1], _split_rows(path, separator, quoted))
-    for place, (line, cells) in enumerate(itertools.islice(rows, 1, None)):
+    quoted = _has_quoted_cells(path, separator, len(names))
+    rows = itertools.dropwhile(lambda row: not row[2], _split_rows(path, separator, quoted))
+    for line, _, cells in itertools.islice(rows, 1, None):
         account.seen += 1
         if not cells:
             account.leave_out(BLANK, f"{path}, line {line}")
             continue
-        if place == 0:
-            numbered = int(len(cells) == width + 1 and cells[0].isdigit())
-        if len(cells) > width + numbered:
+        if numbered is None:
+            numbered = int(len(cells) == len(names) + 1 and cells[0].isdigit())
+        if len(cells) > len(names) + numbered:
             raise DataError(
                 f"cannot read {path}: line {line} has more cells than the first line has names "
-                f"({len(cells)} and {width}, separated by {separator!r}); {_QUOTES}"
+                f"({len(cells)} and {len(names)}, separated by {separator!r}); {_QUOTES}"
             )
-        yield cells[numbered:]
+        yield dict(zip(names, cells[numbered:], strict=False))
 
 
-def _split_rows(path: str, separator: str, quoted: bool, lines: list[str] | None = None) -> Iterator[tuple[int, list]]:
-    """Yield line number and cells of every row; blank lines have no cells. `lines` receives the lines of the row."""
+def _split_rows(path: str, separator: str, quoted: bool) -> Iterator[tuple[int, list[str], list[str]]]:
+    """Yield the number of the last line, the lines and the cells of every row. Blank lines have no cells."""
+    lines: list[str] = []
+
+    def noted() -> Iterator[str]:
+        for line in file:
+            lines.append(line)
+            yield line
+
     with _open_text(path) as file:
         if not quoted:
             for number, line in enumerate(file, start=1):
-                yield number, [cell.strip() for cell in line.split(separator)] if line.strip(" \r\n") else []
+                yield number, [line], [cell.strip() for cell in line.split(separator)] if line.strip(" \r\n") else []
             return
-
-        def noted() -> Iterator[str]:
-            for line in file:
-                if lines is not None:
-                    lines.append(line)
-                yield line
-
         reader = csv.reader(noted(), delimiter=separator, strict=True, skipinitialspace=True)
         for cells in reader:
-            yield reader.line_num, [] if not any(cells) and len(cells) < 2 else cells
+            yield reader.line_num, lines, [] if not any(cells) and len(cells) < 2 else cells
+            lines.clear()
 
 
 def _has_quoted_cells(path: str, separator: str, width: int) -> bool:
-    """Return whether quotation marks enclose cells; False: they are text. Raises DataError if this is not clear."""
+    """Return whether quotation marks enclose cells. False: the file has none, or they are text.
+
+    They are text if they do not end where cells end, or if a cell in them contains other rows. Raises DataError if the
+    file cannot be read in this way either.
+    """
     with _open_text(path) as file:
         if not any('"' in line for line in file):
             return False
-    lines: list[str] = []
-    problem, number = "", 0
+    first = 1
+    """First line of the row in which quotation marks do not enclose a cell."""
     try:
-        for number, _ in _split_rows(path, separator, True, lines):  # noqa: B007
+        for last, lines, _ in _split_rows(path, separator, True):
             if len(lines) > 1 and sum(_looks_like_a_row(line, separator, width, path) for line in lines) > 1:
-                problem = "a cell contains other rows"
                 break
-            lines.clear()
-    except csv.Error as error:
-        problem, number = str(error), number + 1
-    if not problem:
-        return True
-    for place, cells in _split_rows(path, separator, False):
-        enclosed = any(len(cell) > 1 and cell[0] == cell[-1] == '"' for cell in cells)
-        if cells and (len(cells) != width or enclosed):
+            first = last + 1
+        else:
+            return True
+    except csv.Error:
+        pass
+    for _, _, cells in _split_rows(path, separator, False):
+        if cells and (len(cells) != width or any(len(cell) > 1 and cell[0] == cell[-1] == '"' for cell in cells)):
             raise DataError(
-                f"cannot read {path}: quotation marks from line {number} on do not enclose cells ({problem}), and line "
-                f"{place} {'has enclosed cells' if enclosed else f'has {len(cells)} cells, not {width}'}; {_QUOTES}"
+                f"cannot read {path}: the row in line {first} has a quotation mark that is not closed at the end of "
+                f"its cell, or not before the next row; {_QUOTES}"
             )
-    _logger.warning("%s: quotation marks are read as text, because they do not enclose cells (%s)", path, problem)
+    _logger.warning("%s: quotation marks are read as text, because in line %d they do not enclose cells", path, first)
     return False
 
 
