@@ -132,7 +132,10 @@ def _scales(case: TileCase, device: str) -> tuple[Any, Any]:
 
 
 def ids_of(case: TileCase, device: str) -> Ids | None:
-    """Return the ids of a case. One column is a negative of no row."""
+    """Return the ids of a case: ascending ones of the columns, and of the rows if their number is even.
+
+    One column is a negative of no row.
+    """
     if not case.id_values:
         return None
     factor = 2**32 + case.id_values % 2
@@ -141,7 +144,7 @@ def ids_of(case: TileCase, device: str) -> Ids | None:
         for seed, count in ((5, case.m), (6, case.n))
     )
     col[len(col) // 2] = NO_NEGATIVE
-    return row, col
+    return row if case.id_values % 2 else row.sort().values, col.sort().values
 
 
 def check_tile_case(implementation: Implementation, case: TileCase, device: str) -> None:

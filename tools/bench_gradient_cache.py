@@ -5,9 +5,11 @@
 
 Each implementation trains the same random model on the same random data, in bf16 autocast with float32 parameters and
 fused AdamW. The loss is symmetric InfoNCE with a fixed scale. `--model bert` is a text bi-encoder of BERT-base size,
-`clip` a CLIP ViT-B/16. Try several values of --chunk: the best setting of each implementation counts. The others are
-measured if their packages are installed: sentence-transformers 6 (cached loss), and grad_cache, built by
-`pip wheel git+https://github.com/luyug/GradCache`. --tiny runs small models, which is a test of the script on a CPU.
+`clip` a CLIP ViT-B/16. With --mean-length texts differ in length, as real ones do, and GradientCache gets chunks of as
+many tokens (`tokens=`) as the others get with padding. Try several values of --chunk: the best setting of each
+implementation counts. The others are measured if their packages are installed: sentence-transformers 6 (cached loss),
+and grad_cache, built by `pip wheel git+https://github.com/luyug/GradCache`. --tiny runs small models, which is a test
+of the script on a CPU.
 """
 
 import argparse
@@ -27,6 +29,7 @@ from megaclip import ClipLoss, Encoded, GradientCache
 
 SCALE = 20.0
 Features = dict[str, Tensor]
+Step = Callable[[list[Features]], Tensor]
 
 
 class Pooled(nn.Module):
@@ -89,7 +92,14 @@ def inputs_of(arguments: argparse.Namespace, device: torch.device) -> list[Featu
         pixels = torch.randn(arguments.batch, 3, *[32 if arguments.tiny else 224] * 2, generator=generator)
         tokens[1][:, -1] = 49407
         return [{"pixel_values": pixels.to(device)}, {"input_ids": tokens[1].to(device)}]
-    return [{"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)} for ids in tokens]
+    masks = [torch.ones_like(ids) for ids in tokens]
+    if arguments.mean_length:
+        for mask in masks:
+            lengths = torch.empty(arguments.batch).log_normal_(0, 0.5, generator=generator)
+            lengths = (lengths * arguments.mean_length / lengths.mean()).clamp(4, arguments.length)
+            mask[torch.arange(arguments.length) >= lengths[:, None]] = 0
+    sides = zip(tokens, masks, strict=True)
+    return [{"input_ids": ids.to(device), "attention_mask": mask.to(device)} for ids, mask in sides]
 
 
 def in_batch_loss(x: Tensor, y: Tensor) -> Tensor:
@@ -97,31 +107,32 @@ def in_batch_loss(x: Tensor, y: Tensor) -> Tensor:
     return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
 
 
-def ours(encoders: list[nn.Module], chunk: int, keep: int | str) -> Callable[[list[Features]], Tensor]:
-    cache = GradientCache(ClipLoss(), keep=keep)
+def ours(encoders: list[nn.Module], arguments: argparse.Namespace) -> Step:
+    cache = GradientCache(ClipLoss(), keep=arguments.keep)
+    size = {"tokens": arguments.chunk * arguments.length} if arguments.mean_length else {"chunk": arguments.chunk}
 
     def step(inputs: list[Features]) -> Tensor:
         pairs = zip(encoders, inputs, strict=True)
-        encoded = [Encoded(lambda part, e=encoder: e(**part), each, chunk=chunk) for encoder, each in pairs]
+        encoded = [Encoded(lambda part, e=encoder: e(**part), each, **size) for encoder, each in pairs]
         return cache.step(*encoded, logit_scale=SCALE)
 
     return step
 
 
-def luyugs(encoders: list[nn.Module], chunk: int, keep: int | str) -> Callable[[list[Features]], Tensor]:
+def luyugs(encoders: list[nn.Module], arguments: argparse.Namespace) -> Step:
     from grad_cache import GradCache
 
-    cache = GradCache(encoders, chunk, in_batch_loss)
+    cache = GradCache(encoders, arguments.chunk, in_batch_loss)
     return lambda inputs: cache(*inputs)
 
 
-def sentence_transformers(encoders: list[nn.Module], chunk: int, keep: int | str) -> Callable[[list[Features]], Tensor]:
+def sentence_transformers(encoders: list[nn.Module], arguments: argparse.Namespace) -> Step:
     from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
 
     loss_function = CachedMultipleNegativesRankingLoss(
         Routed(encoders),
         scale=SCALE,
-        mini_batch_size=chunk,
+        mini_batch_size=arguments.chunk,
         directions=("query_to_doc", "doc_to_query"),
         partition_mode="per_direction",
     )
@@ -150,7 +161,7 @@ def measure(name: str, arguments: argparse.Namespace, device: torch.device) -> s
     if arguments.compile:
         for encoder in dict.fromkeys(encoders):
             encoder.compile(dynamic=False)
-    step, inputs = IMPLEMENTATIONS[name][0](encoders, arguments.chunk, arguments.keep), inputs_of(arguments, device)
+    step, inputs = IMPLEMENTATIONS[name][0](encoders, arguments), inputs_of(arguments, device)
     losses, began = [], 0.0
     for number in range(arguments.warmup + arguments.steps):
         if number == arguments.warmup:
@@ -173,7 +184,8 @@ def main() -> None:
     parser.add_argument("--model", choices=["bert", "clip"], default="bert")
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--chunk", type=int, default=128)
-    parser.add_argument("--length", type=int, default=77, help="tokens per text")
+    parser.add_argument("--length", type=int, default=77, help="tokens per text, with padding")
+    parser.add_argument("--mean-length", type=int, help="bert: texts of log-normal lengths with this mean, padded")
     parser.add_argument("--keep", default="auto", help='GradientCache: "auto", "all" or a number of kept graphs')
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--steps", type=int, default=5)

@@ -3,6 +3,7 @@
 import copy
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megaclip.errors import config_error
 from megaclip.losses.agreement import check_features
 from megaclip.losses.compiled_operation import traced
 from megaclip.losses.costs import LossCost
+from megaclip.losses.id_order import in_order_of_ids
 from megaclip.losses.settings import BatchLossSettings, StandaloneSettings
 from megaclip.losses.small_batches import Recordings, is_small
 from megaclip.losses.sums import LossAndSums, LossInputs, function_of_sums
@@ -158,7 +160,8 @@ class SummedLoss(BatchLoss):
         if torch.compiler.is_compiling():
             loss = traced(self, inputs)
         else:
-            loss = self.differentiable(inputs, way=self.checked_way(inputs, ranks=resolve(self.group)))
+            way = self.checked_way(inputs, ranks=resolve(self.group))
+            loss = self.differentiable(self.ordered(inputs)[0], way=way)
         if inputs.logit_bias is None:
             loss = with_unused(loss, logit_bias)
         return {"contrastive_loss": loss} if output_dict else loss
@@ -173,7 +176,13 @@ class SummedLoss(BatchLoss):
 
     def evaluate(self, inputs: LossInputs, *, ranks: RankGroup, gradients: bool) -> LossAndSums:
         """Check the arguments, and return the loss and its sums. gradients: False if only the loss is used."""
-        return self.sums(inputs, way=self.checked_way(inputs, ranks=ranks))
+        way = self.checked_way(inputs, ranks=ranks)
+        ordered, put_back = self.ordered(inputs)
+        return put_back(self.sums(ordered, way=way))
+
+    def ordered(self, inputs: LossInputs) -> tuple[LossInputs, Callable[[LossAndSums], LossAndSums]]:
+        """Return the result of `in_order_of_ids` for the setting ids of this loss."""
+        return in_order_of_ids(inputs, masks=self.settings.ids == "mask")
 
     def sums(self, inputs: LossInputs, *, way: Way) -> LossAndSums:
         """Return the result of `plain_sums`, from a recording if these sizes repeat and are small."""

@@ -71,7 +71,8 @@ class ClipLoss(SummedLoss):
         if gradients:
             return super().evaluate(inputs, ranks=ranks, gradients=True)
         alpha, way = working_scalar(inputs.logit_scale, inputs.x), self.checked_way(inputs, ranks=ranks)
-        (loss,) = _means_over_ranks(_forward_pass(inputs, alpha, self.settings, way).loss, way=way)
+        forward = _forward_pass(self.ordered(inputs)[0], alpha, self.settings, way)
+        (loss,) = _means_over_ranks(forward.loss, way=way)
         return LossAndSums(loss, *(alpha,) * 7)  # the caller uses only the loss
 
     def plain_sums(self, inputs: LossInputs, *, way: Way) -> LossAndSums:

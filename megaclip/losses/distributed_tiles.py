@@ -27,6 +27,7 @@ Autograd cannot differentiate these functions: call them in the forward and back
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -88,7 +89,8 @@ def distributed_stats(
     `col_lse_j = log sum_{i != j} exp(col_scale_j*s_ij)` over all B rows.
 
     x, y: local features (b, D). Scales: one value per local row or column (b,), or a number that is equal on all ranks.
-    y_all: the result of `gather_columns`. ids: those of the local rows and columns; None excludes positives only.
+    y_all: the result of `gather_columns`. ids: those of the local rows and columns, in ascending order; None
+    excludes positives only.
     limits: those of the local rows and columns.
     """
     x, y = _as_sent(x, y, way)
@@ -96,11 +98,15 @@ def distributed_stats(
     own, values = (row_ids, row_limits), _PerSample((col_scale, col_ids, col_limits))
     if y_all is None:
         return _ring_stats(x, y, row_scale, values, way, own, positives)
-    scale_all, *others = values.gathered(way)
+    gathered = values.gathered(way)
     offset = way.ranks.rank * len(x) if positives else None
-    options: dict[str, Any] = {"diagonal": offset, "options": way.tiles, **_pairs(own, others)}
-    row_lse, col_part = tile_stats(x, y_all, row_scale, scale_all, **options)
-    return row_lse, reduce_scatter_log_sum_exp(col_part, group=way.ranks)
+    parts = []
+    for part in _runs(y_all, ids):
+        col_scale, *others = (_part(value, part) for value in gathered)
+        options: dict[str, Any] = {"diagonal": _shifted(offset, part), "options": way.tiles, **_pairs(own, others)}
+        parts.append(tile_stats(x, y_all[part], row_scale, col_scale, **options))
+    rows, cols = zip(*parts, strict=True)
+    return functools.reduce(torch.logaddexp, rows), reduce_scatter_log_sum_exp(_joined(cols), group=way.ranks)
 
 
 def distributed_grads(
@@ -178,11 +184,41 @@ def _gradients(
             options["diagonal"] = None
         return tile(x, y, row[:-2], col[:-2], **_pairs(row[-2:], col[-2:]), **options)
 
+    def by_runs(
+        x: Tensor, y: Tensor, row: Sequence[Any], col: Sequence[Any], *, diagonal: int | None, **options: Any
+    ) -> _Gradients:
+        dx, row_sums, parts = None, None, []
+        for part in _runs(y, ids):
+            values, place = [_part(value, part) for value in col], _shifted(diagonal, part)
+            dx, dy, more_rows, col_sums = run(x, y[part], row, values, diagonal=place, add_to=(dx, None), **options)
+            row_sums = _merge_sums(row_sums, more_rows)
+            parts.append((dy, *col_sums))
+        dy, *sums = (_joined(pieces) for pieces in zip(*parts, strict=True))
+        return dx, dy, row_sums or (), tuple(sums)
+
     if way.exchange == "all_gather":
-        return (_gathered_feature if way.reduction == "feature" else _gathered_scalar)(
-            run, x, y, rows, cols, way, y_all
-        )
+        gathered = _gathered_feature if way.reduction == "feature" else _gathered_scalar
+        return gathered(run if ids is None else by_runs, x, y, rows, cols, way, y_all)
     return (_ring_feature if way.reduction == "feature" else _ring_scalar)(run, x, y, rows, cols, way)
+
+
+def _runs(columns: Tensor, ids: Ids | None) -> list[slice]:
+    """Return the columns of each rank, whose ids ascend, if columns of all ranks have ids; else all columns."""
+    length = len(columns) if ids is None else max(len(ids[1]), 1)
+    return [slice(start, start + length) for start in range(0, max(len(columns), 1), length)]
+
+
+def _part(value: Any, part: slice) -> Any:
+    return value[part] if _is_vector(value) else value
+
+
+def _shifted(diagonal: int | None, part: slice) -> int | None:
+    """Return the diagonal of a part of the columns."""
+    return None if diagonal is None else diagonal - part.start
+
+
+def _joined(pieces: tuple[Any, ...]) -> Any:
+    return pieces[0] if len(pieces) == 1 or pieces[0] is None else torch.cat(pieces)
 
 
 def _as_sent(x: Tensor, y: Tensor, way: Way) -> tuple[Tensor, Tensor]:

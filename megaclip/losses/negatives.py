@@ -1,8 +1,9 @@
 """Negatives that are no texts of pairs, such as hard negatives: further columns, which only the rows contrast with.
 
 Those without `negative_rows` are columns for the rows of all ranks, and travel as the texts do. Ranks may have unequal
-numbers of them. Each rank sends as many as the rank with the most (`Way.negatives`); the padding has the id
-NO_NEGATIVE. Those with `negative_rows` belong to one row of this rank each: one product per negative, and no exchange.
+numbers of them. Each rank sends as many as the rank with the most (`Way.negatives`); the padding comes first and has
+the id NO_NEGATIVE. Those with `negative_rows` belong to one row of this rank each: one product per negative, and no
+exchange.
 """
 
 import math
@@ -70,7 +71,7 @@ def softmax_gradients(
         row, col = Terms(alpha, row_shift, row_weight), Terms(alpha, shift, torch.zeros_like(alpha))
         options: dict[str, Any] = {"ids": ids, "limits": _without_columns(limits, columns), "positives": False}
         found = distributed_grads(x, columns, row, col, way=way, y_all=None, **options)
-        return found.dx, found.dy[: len(negatives)]
+        return found.dx, found.dy[len(columns) - len(negatives) :]
     rows = inputs.negative_rows
     logits = _left_out(alpha * _own_similarities(inputs, limits), inputs)
     weights = row_weight.expand(len(x))[rows] * torch.exp(logits - row_shift[rows])
@@ -87,7 +88,7 @@ def sigmoid_sums(inputs: LossInputs, alpha: Tensor, beta: Tensor, way: Way) -> B
     if inputs.negative_rows is None:
         columns, ids = _columns(inputs, way)
         found = distributed_sigmoid(x, columns, alpha, beta, way=way, ids=ids, positives=False)
-        return found._replace(dy=found.dy[: len(negatives)])
+        return found._replace(dy=found.dy[len(columns) - len(negatives) :])
     similarities = _own_similarities(inputs)
     logits = _left_out(alpha * similarities + beta, inputs)
     weights = torch.sigmoid(logits)
@@ -104,7 +105,7 @@ def _count(inputs: LossInputs, way: Way) -> int:
 
 
 def _columns(inputs: LossInputs, way: Way) -> tuple[Tensor, Ids]:
-    """Return the negatives, padded to the number of all ranks, and the ids of the rows and of these columns."""
+    """Return the negatives after padding to the number of all ranks, and the ids of the rows and of these columns."""
     negatives, ids = inputs.negatives, inputs.negative_ids
     assert negatives is not None
     rows = inputs.ids
@@ -112,7 +113,7 @@ def _columns(inputs: LossInputs, way: Way) -> tuple[Tensor, Ids]:
         rows = torch.zeros(len(inputs.x), dtype=torch.int64, device=negatives.device)
         ids = rows.new_ones(len(negatives))
     missing = way.negatives - len(negatives)
-    return F.pad(negatives, (0, 0, 0, missing)), (rows, F.pad(ids, (0, missing), value=NO_NEGATIVE))
+    return F.pad(negatives, (0, 0, missing, 0)), (rows, F.pad(ids, (missing, 0), value=NO_NEGATIVE))
 
 
 def _without_columns(limits: Limits | None, columns: Tensor) -> Limits | None:

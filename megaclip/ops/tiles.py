@@ -62,8 +62,9 @@ def tile_stats(
     row_scale: a number or (m,). col_scale: a number or (n,).
     diagonal: the column of row 0's positive. Entries with `i + diagonal == j` are left out. The diagonal may be
         negative or lie outside the block. None leaves nothing out.
-    ids: int64 ids of the rows (m,) and of the columns (n,), on the device of x. Entries with equal ids are left out,
-        and whole columns with the id `megaclip.ops.types.NO_NEGATIVE`. None leaves nothing out.
+    ids: int64 ids of the rows (m,) and of the columns (n,), on the device of x; those of the columns ascend. Entries
+        with equal ids are left out, and whole columns with the id `megaclip.ops.types.NO_NEGATIVE`. None leaves nothing
+        out.
     limits: `megaclip.ops.types.Limits`. They run in PyTorch only.
 
     Results are float32, float64 for float64 features. An empty sum gives -inf.
@@ -190,6 +191,10 @@ def _check_features(x: Tensor, y: Tensor, options: TileOptions, ids: Ids | None)
                 f"ids are {tuple(own_ids.shape)} {own_ids.dtype} on {own_ids.device}; expected ({len(side)},) "
                 f"torch.int64 on {side.device}"
             )
+    if (
+        ids is not None and not ids[1].is_cuda and (ids[1][1:] < ids[1][:-1]).any()
+    ):  # on a GPU it would wait for the kernels
+        raise ValueError("the ids of the columns do not ascend; sort the columns by id")
     if x.dim() != 2 or y.dim() != 2 or x.shape[1] != y.shape[1]:
         raise ValueError(f"x and y have shapes {tuple(x.shape)} and {tuple(y.shape)}; expected (m, D) and (n, D)")
     if x.dtype != y.dtype or x.device != y.device:

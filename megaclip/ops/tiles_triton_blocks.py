@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megaclip.ops.tiles_triton_kernels import _tile_stats_kernel
-from megaclip.ops.types import Ids, TileOptions
+from megaclip.ops.types import NO_NEGATIVE, Ids, TileOptions
 
 INTERPRETED = not isinstance(_tile_stats_kernel, triton.JITFunction)
 # A diagonal outside of every block.
@@ -90,7 +90,7 @@ class Tiling:
         self.tile = tiles[precision, kernel]
         self.stores = 4 if kernel == "sigmoid" else self.tile.stores
         self.diagonal = diagonal
-        self.ids = None if ids is None else (ids[0].contiguous(), ids[1].contiguous())
+        self.gaps = None if ids is None else _gaps(ids, self.tile)
         self.budget_bytes = options.tile_budget_mib * 2**20
 
     def blocks(self, bytes_per_entry: float, *, keeps_tile: bool = False) -> Iterator["Block"]:
@@ -173,10 +173,11 @@ class Block:
         self.row_tiles, self.col_tiles = cdiv(self.m, tile.block_m), cdiv(self.n, tile.block_n)
         # Row tiles per work item of the statistics. Four share one column reduction, if every program still has work.
         self.chunk = 4 if self.row_tiles * self.col_tiles >= 16 * self.programs else 1
-        self.sizes = (self.m, self.n, diagonal)
+        self.sizes = (self.m, self.n, diagonal, cols.start)
         # Without ids the kernels read neither pointer.
-        ids = tiling.ids
-        self.ids = (x.kernel, x.kernel) if ids is None else (part(ids[0], rows), part(ids[1], cols))
+        self.gaps = (x.kernel, x.kernel)
+        if tiling.gaps is not None:
+            self.gaps = part(tiling.gaps[0], rows), tiling.gaps[1][rows.start // tile.block_m :]
         self.constants = dict(
             D=tiling.x.shape[1],
             BLOCK_M=tile.block_m,
@@ -185,7 +186,7 @@ class Block:
             GROUP=tile.group,
             LOADED=tiling.exact,
             POINTERS=tiling.pointers,
-            HAS_IDS=ids is not None,
+            HAS_IDS=tiling.gaps is not None,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
@@ -193,6 +194,22 @@ class Block:
     def grid(self, item_rows: int) -> tuple[int]:
         """Return the persistent grid for item_rows x col_tiles work items."""
         return (min(self.programs, item_rows * self.col_tiles),)
+
+
+def _gaps(ids: Ids, tile: TileConfig) -> tuple[Tensor, Tensor]:
+    """Return the gaps (m, 2) of the rows and those of the tiles (row_tiles, 3), int32, as the kernels read them.
+
+    The ids of the columns ascend, so the columns with one id are neighbours, and NO_NEGATIVE comes first. If the ids of
+    the rows ascend too, few tiles have gaps.
+    """
+    row_ids, col_ids = (side.contiguous() for side in ids)
+    gaps = torch.stack(
+        [torch.searchsorted(col_ids, row_ids, right=right, out_int32=True) for right in (False, True)], 1
+    )
+    blanks = torch.searchsorted(col_ids, col_ids.new_full((1,), NO_NEGATIVE), right=True, out_int32=True)
+    tiles = cdiv(len(gaps), tile.block_m)
+    padded = torch.cat((gaps, gaps[-1:].expand(tiles * tile.block_m - len(gaps), 2))).view(tiles, tile.block_m, 2)
+    return gaps, torch.stack((padded[..., 0].amin(1), padded[..., 1].amax(1), blanks.expand(tiles)), 1)
 
 
 @functools.cache

@@ -12,14 +12,14 @@ import triton.language as tl
 # Sums of 2**17 terms exp2(t) stay below float32's maximum 2**128, and exp2(-t) is normal.
 EXPONENT_LIMIT = tl.constexpr(110.0)
 MASKED = tl.constexpr(-1.0e30)
-# As in `megaclip.ops.types`.
-NO_NEGATIVE = tl.constexpr(-(2**63))
 # Maximum of a row whose entries are all masked: below every real maximum, far above MASKED.
 MAXIMUM_FLOOR = tl.constexpr(-1.0e20)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Number of values that `_tile_limits_kernel` writes for each tile of rows or columns.
 LIMITS = tl.constexpr(4)
+# Number of values per tile of rows about their gaps: first start, last end, number of columns that all rows leave out.
+GAP_LIMITS = tl.constexpr(3)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -131,34 +131,43 @@ def _kept(row0, col0, m, n, diagonal, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
 
 
 @triton.jit
-def _without_equal_ids(t, row_ids_ptr, col_ids_ptr, row0, col0, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return t (BLOCK_M, BLOCK_N) with MASKED where ids are equal, and in columns with the id NO_NEGATIVE.
+def _tile_gap(tile_gaps_ptr, tile, first_col, HAS_IDS: tl.constexpr):
+    """Return, in columns of the block, first start and last end of the gaps of a tile of rows, and where columns start.
 
-    Most tiles have no equal ids. One comparison of 32 bits per entry finds them; the others also compare all 64 bits.
+    first_col: the column of the gaps at which the block starts.
     """
-    rows = row0 + tl.arange(0, BLOCK_M)
-    cols = col0 + tl.arange(0, BLOCK_N)
-    row_ids = tl.load(row_ids_ptr + rows, mask=rows < m, other=0)
-    col_ids = tl.load(col_ids_ptr + cols, mask=cols < n, other=0)
-    no_negative = col_ids == NO_NEGATIVE
-    row_low, row_high = row_ids.to(tl.int32), (row_ids >> 32).to(tl.int32)
-    col_low, col_high = col_ids.to(tl.int32), (col_ids >> 32).to(tl.int32)
-    may_be_equal = (row_low[:, None] == col_low[None, :]) | no_negative[None, :]
-    if tl.max(may_be_equal.to(tl.int32)) > 0:
-        # `t == t` gives the ids the layout of t. Otherwise the result of the comparison, and ids of 64 bits, would need
-        # so much shared memory that only one program of the gradients fits a multiprocessor.
-        low = tl.where(t == t, row_low[:, None], 0) == col_low[None, :]
-        high = tl.where(t == t, row_high[:, None], 0) == col_high[None, :]
-        t = tl.where(low & high, MASKED, t + tl.where(no_negative, MASKED, 0.0)[None, :])
-    return t
+    start, end, blanks = 0, 0, 0
+    if HAS_IDS:
+        values = tile_gaps_ptr + tile * GAP_LIMITS
+        start, end = tl.load(values) - first_col, tl.load(values + 1) - first_col
+        blanks = tl.load(values + 2) - first_col
+    return start, end, blanks
 
 
 @triton.jit
-def _masked(t, row0, col0, m, n, diagonal, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return t (BLOCK_M, BLOCK_N) with MASKED in place of the entries that `_kept` leaves out."""
-    crosses = (row0 + diagonal < col0 + BLOCK_N) & (row0 + diagonal + BLOCK_M > col0)
-    if crosses | (row0 + BLOCK_M > m) | (col0 + BLOCK_N > n):
-        t = tl.where(_kept(row0, col0, m, n, diagonal, BLOCK_M, BLOCK_N), t, MASKED)
+def _masked(t, row0, col0, edges, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_IDS: tl.constexpr):
+    """Return t (BLOCK_M, BLOCK_N) with MASKED in place of the entries that are left out.
+
+    These are the entries that `_kept` leaves out and, with HAS_IDS, those in the gap of their row. edges: m, n,
+    diagonal, the gaps of the rows, the result of `_tile_gap`, and the column of the gaps at which the block starts.
+    """
+    m, n, diagonal, gaps_ptr, tile_gap, first_col = edges
+    leaves_out = (row0 + diagonal < col0 + BLOCK_N) & (row0 + diagonal + BLOCK_M > col0)
+    leaves_out = leaves_out | (row0 + BLOCK_M > m) | (col0 + BLOCK_N > n)
+    if HAS_IDS:
+        leaves_out = leaves_out | ((tile_gap[0] < col0 + BLOCK_N) & (tile_gap[1] > col0)) | (col0 < tile_gap[2])
+    if leaves_out:
+        kept = _kept(row0, col0, m, n, diagonal, BLOCK_M, BLOCK_N)
+        if HAS_IDS:
+            rows = row0 + tl.arange(0, BLOCK_M)
+            cols = (col0 + tl.arange(0, BLOCK_N))[None, :]
+            start = tl.load(gaps_ptr + 2 * rows, mask=rows < m, other=0)[:, None] - first_col
+            end = tl.load(gaps_ptr + 2 * rows + 1, mask=rows < m, other=0)[:, None] - first_col
+            # `t == t` gives the gaps the layout of t. Otherwise the mask would change its layout through shared memory,
+            # and only one program of the gradients would fit a multiprocessor.
+            start, end = tl.where(t == t, start, 0), tl.where(t == t, end, 0)
+            kept = kept & ((cols < start) | (cols >= end)) & (cols >= tile_gap[2])
+        t = tl.where(kept, t, MASKED)
     return t
 
 

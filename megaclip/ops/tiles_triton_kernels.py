@@ -16,7 +16,8 @@ time:
 * *General*: any scales. The kernel first takes the maxima of the tile's rows and columns. Rows and columns have
   separate exponentials.
 
-Masked entries (the diagonal, equal ids, and everything outside the block) get the logit MASKED before the exponential.
+Masked entries (the diagonal, equal ids, and everything outside the block) are found tile by tile: `gaps` says how. They
+get the logit MASKED before the exponential.
 It is a large negative *finite* number, because products such as exp(t) * t must give 0, not NaN.
 """
 
@@ -38,12 +39,12 @@ from megaclip.ops.tiles_triton_common import (
     _masked,
     _relative_scale,
     _store_block,
+    _tile_gap,
     _tile_scale,
-    _without_equal_ids,
 )
 
 
-@triton.jit(do_not_specialize=["m", "n", "diagonal"])
+@triton.jit(do_not_specialize=["m", "n", "diagonal", "first_col"])
 def _tile_stats_kernel(
     # in: (m, D) bfloat16, float16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K); with POINTERS, as for
     # the other matrices, pointer and row stride. With LOADED: the similarities s (m, n)
@@ -51,8 +52,8 @@ def _tile_stats_kernel(
     y,  # in: (n, D) features of that dtype, descriptor with block (BLOCK_N, BLOCK_K)
     row_scale_ptr,  # in: (m,) float32
     col_scale_ptr,  # in: (n,) float32
-    row_ids_ptr,  # in: (m,) int64; ids are unused without HAS_IDS
-    col_ids_ptr,  # in: (n,) int64
+    gaps_ptr,  # in: (m, 2) int32, the gap of each row: its columns from the first number on are left out, to the second
+    tile_gaps_ptr,  # in: (row_tiles, GAP_LIMITS) int32; both are unused without HAS_IDS
     row_limits_ptr,  # in: (row_tiles, LIMITS) float32, from `_tile_limits_kernel`
     col_limits_ptr,  # in: (col_tiles, LIMITS) float32
     row_part_ptr,  # out: (col_tiles, m) float32, log2 of each row's sum over one column tile
@@ -61,6 +62,7 @@ def _tile_stats_kernel(
     m,
     n,
     diagonal,
+    first_col,  # the column of the gaps at which the block starts
     row_scale_stride,  # 1, or 0 for a number that is repeated
     col_scale_stride,
     D: tl.constexpr,
@@ -95,6 +97,7 @@ def _tile_stats_kernel(
         col0 = col_tile * BLOCK_N
         s = _add_slice(s, x, y, row0, col0, k * BLOCK_K, m, n, D, BLOCK_M, BLOCK_N, BLOCK_K, LOADED, POINTERS)
         if k == K_TILES - 1:
+            tile_gap = _tile_gap(tile_gaps_ptr, tl.minimum(row_tile, row_tiles - 1), first_col, HAS_IDS)
             row_limits = row_limits_ptr + tl.minimum(row_tile, row_tiles - 1) * LIMITS
             scale, similarity = _tile_scale(row_limits, col_limits_ptr + col_tile * LIMITS)
             scale2 = tl.where(scale > 0.0, scale, 1.0) * LOG2_E
@@ -106,9 +109,8 @@ def _tile_stats_kernel(
             cols = col0 + tl.arange(0, BLOCK_N)
             row_part = row_part_ptr + col_tile.to(tl.int64) * m + rows
             col_part = col_part_ptr + (row_tile // CHUNK).to(tl.int64) * n + cols
-            if HAS_IDS:
-                t = _without_equal_ids(t, row_ids_ptr, col_ids_ptr, row0, col0, m, n, BLOCK_M, BLOCK_N)
-            t = _masked(t, row0, col0, m, n, diagonal, BLOCK_M, BLOCK_N)
+            edges = (m, n, diagonal, gaps_ptr, tile_gap, first_col)
+            t = _masked(t, row0, col0, edges, BLOCK_M, BLOCK_N, HAS_IDS)
             if bounded:
                 e = tl.exp2(t)
                 tl.store(row_part, tl.log2(tl.sum(e, axis=1)), mask=rows < m)
@@ -164,7 +166,7 @@ def _store_tile(
         _store_block(matrix, row0, col0 + HALF, right, m, BLOCK_M, HALF, POINTERS)
 
 
-@triton.jit(do_not_specialize=["m", "n", "diagonal"])
+@triton.jit(do_not_specialize=["m", "n", "diagonal", "first_col"])
 def _tile_grads_kernel(
     # in: (m, D) bfloat16, float16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K); with POINTERS, as for
     # the other matrices, pointer and row stride. With LOADED: the similarities s (m, n)
@@ -177,8 +179,8 @@ def _tile_grads_kernel(
     col_scale_ptr,  # in: (n,) float32
     col_shift_ptr,  # in: (n,) float32
     col_weight_ptr,  # in: (n,) float32
-    row_ids_ptr,  # in: (m,) int64; ids are unused without HAS_IDS
-    col_ids_ptr,  # in: (n,) int64
+    gaps_ptr,  # in: (m, 2) int32, the gap of each row: its columns from the first number on are left out, to the second
+    tile_gaps_ptr,  # in: (row_tiles, GAP_LIMITS) int32; both are unused without HAS_IDS
     row_limits_ptr,  # in: (row_tiles, LIMITS) float32, from `_tile_limits_kernel`
     col_limits_ptr,  # in: (col_tiles, LIMITS) float32
     row_part_ptr,  # out: (col_tiles, m) float32, row_dot over one column tile; unused without DOTS
@@ -186,6 +188,7 @@ def _tile_grads_kernel(
     m,
     n,
     diagonal,
+    first_col,  # the column of the gaps at which the block starts
     row_scale_stride,  # 1, or 0 for a number that is repeated; the next three strides too
     col_scale_stride,
     row_weight_stride,
@@ -224,6 +227,7 @@ def _tile_grads_kernel(
             col_shift = tl.load(col_shift_ptr + cols, mask=cols < n, other=0.0) * LOG2_E
             row_weight = tl.load(row_weight_ptr + rows * row_weight_stride, mask=rows < m, other=0.0)
             col_weight = tl.load(col_weight_ptr + cols * col_weight_stride, mask=cols < n, other=0.0)
+            tile_gap = _tile_gap(tile_gaps_ptr, row_tile, first_col, HAS_IDS)
             row_limits = row_limits_ptr + row_tile * LIMITS
             col_limits = col_limits_ptr + col_tile * LIMITS
             scale, similarity = _tile_scale(row_limits, col_limits)
@@ -233,9 +237,8 @@ def _tile_grads_kernel(
             bounded = (scale > 0.0) & (shift_limit <= EXPONENT_LIMIT)
             if bounded:
                 bounded = _is_bounded(t, scale2 * similarity)
-            if HAS_IDS:
-                t = _without_equal_ids(t, row_ids_ptr, col_ids_ptr, row0, col0, m, n, BLOCK_M, BLOCK_N)
-            t = _masked(t, row0, col0, m, n, diagonal, BLOCK_M, BLOCK_N)
+            edges = (m, n, diagonal, gaps_ptr, tile_gap, first_col)
+            t = _masked(t, row0, col0, edges, BLOCK_M, BLOCK_N, HAS_IDS)
             row_part = row_part_ptr + col_tile.to(tl.int64) * m + rows
             col_part = col_part_ptr + row_tile.to(tl.int64) * n + cols
             if bounded:
@@ -290,22 +293,22 @@ def _sigmoid_piece(
     p_matrix,
     row0,
     col0,
-    m,
-    n,
-    diagonal,
+    edges,
     scale2,
     bias2,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     POINTERS: tl.constexpr,
+    HAS_IDS: tl.constexpr,
 ):
     """Write P of one piece of a tile, s (HEIGHT, WIDTH), and add its sums to `sums`, four tensors (HEIGHT, 8)."""
     q, above, dot, total = sums
-    z = _masked(s * scale2 + bias2, row0, col0, m, n, diagonal, HEIGHT, WIDTH)
+    z = s * scale2 + bias2
+    z = _masked(z, row0, col0, edges, HEIGHT, WIDTH, HAS_IDS)
     u = tl.exp2(-tl.abs(z))
     root = tl.rsqrt(1.0 + u)
     p = root * root * tl.where(z > 0.0, 1.0, u)
-    _store_block(p_matrix, row0, col0, p, m, HEIGHT, WIDTH, POINTERS)
+    _store_block(p_matrix, row0, col0, p, edges[0], HEIGHT, WIDTH, POINTERS)
     q = _join_log1p(q, tl.reduce(tl.reshape(u, (HEIGHT, WIDTH // 8, 8)), 1, _join_log1p))
     above += _fold_columns(tl.maximum(z, 0.0), HEIGHT, WIDTH)
     dot += _fold_columns(p * z, HEIGHT, WIDTH)
@@ -313,7 +316,7 @@ def _sigmoid_piece(
     return q, above, dot, total
 
 
-@triton.jit(do_not_specialize=["m", "n", "diagonal"])
+@triton.jit(do_not_specialize=["m", "n", "diagonal", "first_col"])
 def _tile_sigmoid_kernel(
     # in: (m, D) bfloat16, float16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K); with POINTERS, as for
     # the other matrices, pointer and row stride. With LOADED: the similarities s (m, n)
@@ -322,12 +325,13 @@ def _tile_sigmoid_kernel(
     p_matrix,  # out: (m, n) P = sigmoid(z), descriptor with block (BLOCK_M, BLOCK_N // 4); may be the buffer of s
     scale_ptr,  # in: (1,) float32
     bias_ptr,  # in: (1,) float32
-    row_ids_ptr,  # in: (m,) int64; ids are unused without HAS_IDS
-    col_ids_ptr,  # in: (n,) int64
+    gaps_ptr,  # in: (m, 2) int32, the gap of each row: its columns from the first number on are left out, to the second
+    tile_gaps_ptr,  # in: (row_tiles, GAP_LIMITS) int32; both are unused without HAS_IDS
     row_part_ptr,  # out: (3, col_tiles, m) float32: sums over one column tile of softplus(z), P * s and P
     m,
     n,
     diagonal,
+    first_col,  # the column of the gaps at which the block starts
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -361,10 +365,7 @@ def _tile_sigmoid_kernel(
         if k == K_TILES - 1:
             zeros = tl.zeros((BLOCK_M, 8), dtype=tl.float32)
             sums = (zeros, zeros, zeros, zeros)
-            slope, shift = scale2, bias2
-            if HAS_IDS:
-                s = _without_equal_ids(s * scale2 + bias2, row_ids_ptr, col_ids_ptr, row0, col0, m, n, BLOCK_M, BLOCK_N)
-                slope, shift = 1.0, 0.0
+            edges = (m, n, diagonal, gaps_ptr, _tile_gap(tile_gaps_ptr, row_tile, first_col, HAS_IDS), first_col)
             # Four pieces, one after another, need a quarter of the registers.
             HALF: tl.constexpr = BLOCK_N // 2
             PIECE: tl.constexpr = BLOCK_N // 4
@@ -372,16 +373,16 @@ def _tile_sigmoid_kernel(
             s0, s1 = _halves(left, BLOCK_M, HALF)
             s2, s3 = _halves(right, BLOCK_M, HALF)
             sums = _sigmoid_piece(
-                s0, sums, p_matrix, row0, col0, m, n, diagonal, slope, shift, BLOCK_M, PIECE, POINTERS
+                s0, sums, p_matrix, row0, col0, edges, scale2, bias2, BLOCK_M, PIECE, POINTERS, HAS_IDS
             )
             sums = _sigmoid_piece(
-                s1, sums, p_matrix, row0, col0 + PIECE, m, n, diagonal, slope, shift, BLOCK_M, PIECE, POINTERS
+                s1, sums, p_matrix, row0, col0 + PIECE, edges, scale2, bias2, BLOCK_M, PIECE, POINTERS, HAS_IDS
             )
             sums = _sigmoid_piece(
-                s2, sums, p_matrix, row0, col0 + 2 * PIECE, m, n, diagonal, slope, shift, BLOCK_M, PIECE, POINTERS
+                s2, sums, p_matrix, row0, col0 + 2 * PIECE, edges, scale2, bias2, BLOCK_M, PIECE, POINTERS, HAS_IDS
             )
             sums = _sigmoid_piece(
-                s3, sums, p_matrix, row0, col0 + 3 * PIECE, m, n, diagonal, slope, shift, BLOCK_M, PIECE, POINTERS
+                s3, sums, p_matrix, row0, col0 + 3 * PIECE, edges, scale2, bias2, BLOCK_M, PIECE, POINTERS, HAS_IDS
             )
             q, above, dot, total = sums
             row_sum = tl.sum(total, axis=1)

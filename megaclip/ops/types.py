@@ -11,13 +11,13 @@ Scalars = float | Tensor
 Accumulators = tuple[Tensor | None, Tensor | None]
 """Tensors to which dx and dy are added."""
 Ids = tuple[Tensor, Tensor]
-"""int64 ids of the rows (m,) and of the columns (n,) of a tile. Entries whose row and column have equal ids are left
-out."""
+"""int64 ids of the rows (m,) and of the columns (n,) of a tile, those of the columns in ascending order. Entries whose
+row and column have equal ids are left out. The kernels are fast if the ids of the rows ascend too."""
 Limits = tuple[Tensor, Tensor]
 """Largest similarity of each row (m,) and column (n,), in the dtype of sums. Larger ones are left out of the sums of
 that row or column."""
 NO_NEGATIVE = torch.iinfo(torch.int64).min
-"""Id of a column that every row leaves out, such as padding."""
+"""Id of a column that every row leaves out, such as padding. It is the smallest."""
 Implementation = Literal["auto", "torch", "triton"]
 Precision = Literal["auto", "float32", "tf32", "bf16"]
 

@@ -91,12 +91,12 @@ def loss_sizes(workload: Workload) -> LossSizes:
 def loss_bytes(workload: Workload) -> float:
     """Return the loss's peak on one rank's GPU. `workload` has no "auto" (`resolve_auto`)."""
     section, sizes = workload.megaclip, loss_sizes(workload)
-    positives = 0.0
+    more = 2.0 * sizes.features if section.same_ids == "mask" else 0.0  # the features in the order of their ids
     if section.same_ids == "positive":
         # Sums by id of the rank's pairs, and of all features of an exchange: in the order of their ids, and their sums.
         blocks = workload.world_size if section.exchange == "all_gather" else 1
-        positives = (6 + 2 * blocks) * sizes.unit + blocks * sizes.features
-    return positives + megaclip_loss_bytes(
+        more = (6 + 2 * blocks) * sizes.unit + blocks * sizes.features
+    return more + megaclip_loss_bytes(
         sizes,
         section.exchange,
         section.reduction,

@@ -198,6 +198,8 @@ def test_ids_that_do_not_fit_are_refused() -> None:
     for ids in (torch.zeros(3, dtype=torch.int64), torch.zeros(4)):
         with pytest.raises(ValueError, match=r"ids are \(\d,\) torch\.\w+ on cpu; expected \(4,\) torch.int64 on cpu"):
             tiles.tile_sigmoid(x, y, 1.0, 0.0, ids=(torch.zeros(3, dtype=torch.int64), ids))
+    with pytest.raises(ValueError, match="ids of the columns do not ascend"):
+        tiles.tile_stats(x, y, 1.0, 1.0, ids=(torch.arange(3), torch.tensor([1, 5, 4, 6])))
 
 
 def test_terms_of_another_length_are_refused() -> None:

@@ -53,7 +53,7 @@ def compiled(capability: int, precision: str, name: str, with_ids: bool = False)
         elif argument in shapes:
             signature[argument] = f"tensordesc<{dtype}{[*shapes[argument]]}>"
         elif argument.endswith("_ptr"):
-            signature[argument], attributes[index,] = "*i64" if "ids" in argument else "*fp32", DIVISIBLE
+            signature[argument], attributes[index,] = "*i32" if "gaps" in argument else "*fp32", DIVISIBLE
         else:
             signature[argument] = "i32"
     return triton.compile(
