@@ -191,9 +191,8 @@ def _check_features(x: Tensor, y: Tensor, options: TileOptions, ids: Ids | None)
                 f"ids are {tuple(own_ids.shape)} {own_ids.dtype} on {own_ids.device}; expected ({len(side)},) "
                 f"torch.int64 on {side.device}"
             )
-    if (
-        ids is not None and not ids[1].is_cuda and (ids[1][1:] < ids[1][:-1]).any()
-    ):  # on a GPU it would wait for the kernels
+    # On a GPU the comparison would wait for its work.
+    if ids is not None and not ids[1].is_cuda and (ids[1][1:] < ids[1][:-1]).any():
         raise ValueError("the ids of the columns do not ascend; sort the columns by id")
     if x.dim() != 2 or y.dim() != 2 or x.shape[1] != y.shape[1]:
         raise ValueError(f"x and y have shapes {tuple(x.shape)} and {tuple(y.shape)}; expected (m, D) and (n, D)")

@@ -1,7 +1,8 @@
 """`GradientCache` with every engine equals one process that differentiates the loss of the whole batch.
 
 The rows of a covering array have every pair of: an engine, a number of ranks, a set of encoders, chunks that differ in
-number between ranks or not, dropout, activation checkpointing, and kept graphs. The oracle is autograd on the matrix of
+number between ranks or not, dropout, activation checkpointing, kept graphs, masks of equal ids, and hard negatives that
+differ in number between rows and ranks. The oracle is autograd on the matrix of
 all similarities, without tiles, chunks of gradients or engines. It draws the same dropout masks, because it encodes the
 chunks of every rank in the same order. PyTorch's engines run in float64, DeepSpeed's in float32.
 """
@@ -39,7 +40,10 @@ CHUNKS = {"even": (2, 2, 2), "uneven": (1, 4, 2)}
 ROLES = {"two": "ab", "tied": "aa", "frozen": "ab", "three": "abc"}
 """Module of each input of the loss."""
 ENGINES = ("plain", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
-COLUMNS = (ENGINES, (1, 2, 3), tuple(ROLES), tuple(CHUNKS), (False, True), (False, True), (0, 1, "all"))
+BOTH = (False, True)
+COLUMNS = (ENGINES, (1, 2, 3), tuple(ROLES), tuple(CHUNKS), BOTH, BOTH, (0, 1, "all"), BOTH, BOTH)
+NEGATIVES = ([0, 0, 3], [], [5])
+"""The row of each hard negative, on each rank."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Row:
     drops: bool = False
     checkpoints: bool = False
     keep: int | str = 0
+    ids: bool = False
+    negatives: bool = False
 
 
 ROWS = [Row(*row) for row in covering_rows(*COLUMNS)]
@@ -96,18 +102,31 @@ def inputs_of(row: Row, rank: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for _ in ROLES[row.encoders]]
 
 
+def negatives_of(row: Row, rank: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(50 + rank)
+    size = (len(NEGATIVES[rank]), INPUTS)
+    return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def ids_of(rank: int) -> tuple[Tensor, Tensor]:
+    """Return the ids of a rank's pairs, some of which are equal, and of its negatives, of which one is its row's."""
+    ids = (torch.arange(ROWS_OF_A_RANK) * 2 + 5 * rank) % 7
+    return ids, torch.tensor([int(ids[0]), 90, 91][: len(NEGATIVES[rank])], dtype=torch.int64)
+
+
 def loss_of(row: Row) -> Callable[..., Tensor]:
     """Return the project's losses: one pair, or two pairs with two losses."""
-    clip, siglip = ClipLoss(), SigLipLoss()
+    clip, siglip = ClipLoss(ids="mask" if row.ids else "ignore"), SigLipLoss()
     if row.encoders != "three":
         return clip
-    return lambda a, b, c, scale: clip(a, b, scale) + 0.5 * siglip(a, c, scale, -1.0)
+    return lambda a, b, c, scale, **named: clip(a, b, scale, **named) + 0.5 * siglip(a, c, scale, -1.0)
 
 
 def oracle(row: Row) -> tuple[float, dict[str, Tensor]]:
     """Return the loss of the whole batch and its gradients, in one process."""
     model = Model(row).double()
     features: list[list[Tensor]] = [[] for _ in ROLES[row.encoders]]
+    negatives: list[Tensor] = []
     sizes = CHUNKS[row.chunks][: row.ranks]
     count = -(-ROWS_OF_A_RANK // min(sizes))
     for rank, size in enumerate(sizes):
@@ -119,10 +138,25 @@ def oracle(row: Row) -> tuple[float, dict[str, Tensor]]:
             for chunk in range(count):  # blank chunks draw random numbers too
                 encoded = model(name, chunks[min(chunk, len(chunks) - 1)])
                 features[role] += [encoded] * (chunk < len(chunks))
+        if row.negatives:
+            chunks = list(negatives_of(row, rank, torch.float64).split(2))
+            for chunk in range(2):
+                encoded = model(ROLES[row.encoders][1], chunks[min(chunk, len(chunks) - 1)])
+                negatives += [encoded] * (chunk < len(chunks))
     x, y, *others = (torch.cat(each) for each in features)
     scale, labels = model.log_scale.exp(), torch.arange(len(x))
     logits = scale * x @ y.T
-    loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+    ids, negative_ids = (torch.cat(each) for each in zip(*map(ids_of, range(row.ranks)), strict=True))
+    if row.ids:
+        equal = (ids[:, None] == ids) & ~torch.eye(len(x), dtype=torch.bool)
+        logits = logits.masked_fill(equal, -torch.inf)
+    row_logits = logits
+    if row.negatives:
+        places = torch.tensor([r + ROWS_OF_A_RANK * rank for rank in range(row.ranks) for r in NEGATIVES[rank]])
+        left_out = (places != labels[:, None]) | (row.ids & (negative_ids == ids[:, None]))
+        more = scale * x @ torch.cat(negatives).T
+        row_logits = torch.cat((logits, more.masked_fill(left_out, -torch.inf)), dim=1)
+    loss = (F.cross_entropy(row_logits, labels) + F.cross_entropy(logits.T, labels)) / 2
     for z in others:
         loss = loss - 0.5 * F.logsigmoid((2 * torch.eye(len(x)) - 1) * (scale * x @ z.T - 1.0)).sum() / len(x)
     loss.backward()
@@ -184,7 +218,15 @@ def taken(row: Row) -> list[tuple[float, dict[str, Tensor]]]:
             Encoded(functools.partial(engine, name), inputs, chunk=CHUNKS[row.chunks][dist.get_rank()])
             for name, inputs in zip(ROLES[row.encoders], inputs_of(row, dist.get_rank(), dtype), strict=True)
         ]
-        loss = cache.step(*encoded, Encoded(functools.partial(engine, "scale")))
+        rank, named = dist.get_rank(), {}
+        if row.ids:
+            named["ids"] = ids_of(rank)[0]
+        if row.negatives:
+            encode = functools.partial(engine, ROLES[row.encoders][1])
+            named["negatives"] = Encoded(encode, negatives_of(row, rank, dtype), chunk=2)
+            named["negative_rows"] = torch.tensor(NEGATIVES[rank], dtype=torch.int64)
+            named |= {"negative_ids": ids_of(rank)[1]} if row.ids else {}
+        loss = cache.step(*encoded, Encoded(functools.partial(engine, "scale")), **named)
         results.append((loss.item(), gradients_of(row, engine, model)))
         if row.engine.startswith("zero"):
             engine.step()
