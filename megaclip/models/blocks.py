@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from megaclip.models.attention import attend
-from megaclip.models.layers import LayerFactory
+from megaclip.models.config import TextConfig, VisionConfig
+from megaclip.models.layers import LayerFactory, check_split
 from megaclip.models.packing import Pieces, first_tokens, pack, rows_of, unpack
 
 CheckpointFunction = Callable[..., Any]
@@ -153,23 +154,17 @@ class ResidualBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(
-        self,
-        width: int,
-        heads: int,
-        mlp_ratio: float,
-        ls_init_value: float | None,
-        quick_gelu: bool,
-        causal: bool,
-        factory: LayerFactory,
+        self, config: VisionConfig | TextConfig, quick_gelu: bool, causal: bool, factory: LayerFactory
     ) -> None:
         super().__init__()
-        factory.check_width(heads, int(width * mlp_ratio))
+        width, hidden_width, scale = config.width, int(config.width * config.mlp_ratio), config.ls_init_value
+        check_split(factory.group.size, config.heads, hidden_width)
         self.ln_1 = factory.norm(width)
-        self.attn = Attention(width, heads, causal, factory)
-        self.ls_1 = nn.Identity() if ls_init_value is None else LayerScale(width, ls_init_value)
+        self.attn = Attention(width, config.heads, causal, factory)
+        self.ls_1 = nn.Identity() if scale is None else LayerScale(width, scale)
         self.ln_2 = factory.norm(width)
-        self.mlp = Mlp(width, int(width * mlp_ratio), quick_gelu, factory)
-        self.ls_2 = nn.Identity() if ls_init_value is None else LayerScale(width, ls_init_value)
+        self.mlp = Mlp(width, hidden_width, quick_gelu, factory)
+        self.ls_2 = nn.Identity() if scale is None else LayerScale(width, scale)
 
     def forward(
         self, x_bLC: torch.Tensor, position: Position | None = None, pieces: Pieces | None = None
@@ -181,24 +176,14 @@ class ResidualBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A stack of residual blocks."""
+    """The stack of residual blocks of a tower."""
 
     def __init__(
-        self,
-        *,
-        width: int,
-        layers: int,
-        heads: int,
-        mlp_ratio: float,
-        ls_init_value: float | None,
-        quick_gelu: bool,
-        causal: bool,
-        factory: LayerFactory,
+        self, config: VisionConfig | TextConfig, quick_gelu: bool, causal: bool, factory: LayerFactory
     ) -> None:
         super().__init__()
-        self.resblocks = nn.ModuleList(
-            ResidualBlock(width, heads, mlp_ratio, ls_init_value, quick_gelu, causal, factory) for _ in range(layers)
-        )
+        blocks = (ResidualBlock(config, quick_gelu, causal, factory) for _ in range(config.layers))
+        self.resblocks = nn.ModuleList(blocks)
 
     def forward(
         self, x_bLC: torch.Tensor, position: Position | None = None, pieces: Pieces | None = None

@@ -138,15 +138,11 @@ class Description(_Section, abc.ABC):
         except ValidationError as error:
             raise config_error(error, lambda key: f"{source}: {key}") from None
 
-    @abc.abstractmethod
-    def own_settings(self) -> dict[str, Any]:
-        """Return the settings from which `from_dict` returns an equal description."""
-
     def replace(
         self, *, vision_cfg: dict[str, Any] | None = None, text_cfg: dict[str, Any] | None = None, **top: Any
     ) -> Self:
         """Return a checked copy with some keys changed, such as `replace(text_cfg={"vocab_size": 512})`."""
-        description = self.own_settings()
+        description = self.model_dump(exclude_unset=True)
         description["vision_cfg"].update(vision_cfg or {})
         description["text_cfg"].update(text_cfg or {})
         return self.from_dict({**description, **top})
@@ -229,10 +225,6 @@ class ModelConfig(Description):
         config = cls._validated(cleaned, source)
         _check_consistent(config, source)
         return config
-
-    def own_settings(self) -> dict[str, Any]:
-        """Return all settings."""
-        return self.model_dump()
 
     def to_open_clip(self) -> dict[str, Any]:
         """Return the `model_cfg` of an exported card: every key that open_clip requires, and no other key."""

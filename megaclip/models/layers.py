@@ -5,7 +5,7 @@ and value projections and the first MLP layer are split by output (`ColumnParall
 them by input (`RowParallelLinear`). So a block needs one sum over the group after the attention and one after the MLP,
 and as many in the backward pass. Embeddings, norms and the final projections are kept whole on every rank.
 
-Megatron's layers are used with an explicit group, and parameters without values (`megaclip.models.initialise` gives
+Megatron's layers are used with an explicit group, and parameters without values (`megaclip.models.build` gives
 them): both avoid Megatron's global state and its CUDA calls, so the same code runs on CPUs.
 
 Layer norms are PyTorch's or, with `layer_norm` "apex", NVIDIA apex's memory-efficient one. The latter keeps its output
@@ -71,10 +71,6 @@ class LayerFactory:
         """Return a layer norm with weight and bias over the last dimension."""
         layer: nn.Module = self._norm(width)
         return layer
-
-    def check_width(self, heads: int, hidden_width: int) -> None:
-        """Raise ConfigError unless the group size divides the heads and the hidden width of the MLP."""
-        check_split(self.group.size, heads, hidden_width)
 
     def by_output(self, inputs: int, outputs: int, *, shares_input: bool = False) -> nn.Module:
         """Return a layer (.., inputs) -> (.., outputs / T) with a bias.

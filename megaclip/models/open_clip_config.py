@@ -68,17 +68,14 @@ class OpenClipConfig(Description):
             )
         return config
 
-    def own_settings(self) -> dict[str, Any]:
-        """Return the settings that the description contains, null ones too: `timm_proj` null is not its default."""
-        return self.model_dump(exclude_unset=True)
-
     def to_open_clip(self) -> dict[str, Any]:
         """Return the `model_cfg` of an exported card: the settings of the description.
 
         Some settings that are null are left out. At the top level null turns a setting off, and open_clip takes the key
-        `multimodal_cfg` alone for a CoCa. open_clip's `get_tokenizer` accepts no null `tokenizer_kwargs`.
+        `multimodal_cfg` alone for a CoCa. open_clip's `get_tokenizer` accepts no null `tokenizer_kwargs`. Others stay:
+        `timm_proj` null is not its default.
         """
-        settings = {name: value for name, value in self.own_settings().items() if value is not None}
+        settings = {name: value for name, value in self.model_dump(exclude_unset=True).items() if value is not None}
         for name in ("hf_tokenizer_name", "tokenizer_mode", "tokenizer_kwargs"):
             if settings["text_cfg"].get(name) is None:
                 settings["text_cfg"].pop(name, None)

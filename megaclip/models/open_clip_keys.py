@@ -33,11 +33,13 @@ def to_open_clip(state_dict: StateDict, config: ModelDescription) -> StateDict:
     Raises:
         KeyError: a q projection has no k and v projection.
     """
+    own, has_prefix, scalar_shape = True, config.custom_text, torch.Size()
     if isinstance(config, OpenClipConfig):
-        return _modules_to_open_clip(state_dict, config)
+        own, has_prefix = False, config.has_text_prefix
+        scalar_shape = torch.Size([1] if config.nonscalar_logit_scale else [])
     result = {}
     for name, value in state_dict.items():
-        if any(f".{projection}." in name for projection in _PROJECTIONS):
+        if own and any(f".{projection}." in name for projection in _PROJECTIONS):
             match = _SEPARATE.fullmatch(name)
             if match is None:
                 continue
@@ -45,10 +47,8 @@ def to_open_clip(state_dict: StateDict, config: ModelDescription) -> StateDict:
             name = f"{stem}in_proj_{kind}"
             value = torch.cat([state_dict[f"{stem}{projection}.{kind}"] for projection in _PROJECTIONS])
         elif name in SCALARS:
-            value = value.reshape(())
-        if not config.custom_text:
-            name = name.removeprefix("text.")
-        result[name] = value
+            value = value.reshape(scalar_shape)
+        result[name if has_prefix else name.removeprefix("text.")] = value
     return result
 
 
@@ -69,13 +69,3 @@ def from_open_clip(state_dict: StateDict, config: ModelDescription | None = None
         else:
             result[name] = value.reshape(1) if name in SCALARS and value.numel() == 1 else value
     return result
-
-
-def _modules_to_open_clip(state_dict: StateDict, config: OpenClipConfig) -> StateDict:
-    shape = (1,) if config.nonscalar_logit_scale else ()
-    return {
-        name if config.has_text_prefix else name.removeprefix("text."): value.reshape(shape)
-        if name in SCALARS
-        else value
-        for name, value in state_dict.items()
-    }

@@ -93,16 +93,7 @@ class TextTower(nn.Module):
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.width)
         self.positional_embedding = nn.Parameter(torch.empty(config.context_length, config.width))
-        self.transformer = Transformer(
-            width=config.width,
-            layers=config.layers,
-            heads=config.heads,
-            mlp_ratio=config.mlp_ratio,
-            ls_init_value=config.ls_init_value,
-            quick_gelu=quick_gelu,
-            causal=not config.no_causal_mask,
-            factory=factory,
-        )
+        self.transformer = Transformer(config, quick_gelu, causal=not config.no_causal_mask, factory=factory)
         self.ln_final = factory.norm(config.width)
         self.text_projection = nn.Parameter(torch.empty(config.width, embed_dim))
 

@@ -79,16 +79,7 @@ class VisionTower(nn.Module):
         self.positional_embedding = nn.Parameter(torch.empty(config.grid_size**2 + 1, config.width))
         self.patch_dropout = PatchDropout(config.patch_dropout)
         self.ln_pre = nn.Identity() if config.no_ln_pre else factory.norm(config.width)
-        self.transformer = Transformer(
-            width=config.width,
-            layers=config.layers,
-            heads=config.heads,
-            mlp_ratio=config.mlp_ratio,
-            ls_init_value=config.ls_init_value,
-            quick_gelu=quick_gelu,
-            causal=False,
-            factory=factory,
-        )
+        self.transformer = Transformer(config, quick_gelu, causal=False, factory=factory)
         self.ln_post = factory.norm(config.width)
         self.proj = nn.Parameter(torch.empty(config.width, embed_dim))
 

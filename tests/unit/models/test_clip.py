@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megaclip.errors import ConfigError
 from megaclip.models import build_model, load_model_config
-from megaclip.models.initialise import initialise
+from megaclip.models.build import initialise
 from megaclip.models.vision import PatchDropout
 from tests.tolerances import FEATURES, assert_close
 
