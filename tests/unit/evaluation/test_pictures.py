@@ -9,9 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from megaclip.evaluation.example_pictures import example_pictures
 from megaclip.evaluation.examples import RetrievalExamples, retrieval_examples, spread
-from megaclip.evaluation.pictures import retrieval_grid, similarity_heatmap
+from megaclip.evaluation.pictures import example_pictures, retrieval_grid, similarity_heatmap
 from tests.evaluation_oracle import unit_features
 from tests.tolerances import SIMILARITY, assert_close
 
@@ -58,7 +57,7 @@ def test_long_captions_are_drawn_at_once_and_stay_in_their_column(caption: str) 
     similarity_heatmap(np.zeros((2, 2)), [caption, caption], [None, None])
     assert time.thread_time() - began < 0.1
     assert (grid[:, 62:, 281:289] > 220).all()
-    assert count(grid, RED) > 20 and count(grid, GREEN) == 0, "the rank of an image that was not found is red"
+    assert count(grid, GREEN) == 0, "no image that was found is the caption's own"
 
 
 def test_spread_is_even_and_without_duplicates() -> None:
@@ -109,9 +108,8 @@ def test_example_pictures_show_the_retrieved_images() -> None:
     examples = RetrievalExamples(IDS, np.eye(3), np.array([0, 2]), found, similarities, np.array([1, 4]), 6)
     pictures = example_pictures(examples, ToyPairs())
     grid, heat_map = pictures["retrieval"], pictures["similarity"]
-    # The images are 300 x 150 pixels, and keep their shape.
     shown = [count(grid, (40 * pair, 0, 255)) for pair in range(6)]
-    assert shown == [128 * 64, 128 * 64, 0, 128 * 64, 0, 0]
+    assert shown == [128**2, 128**2, 0, 128**2, 0, 0], "the middle of each image, as a square"
     assert [count(heat_map, (40 * pair, 0, 255)) > 0 for pair in range(6)] == [True, False, False, False, False, True]
     columns = np.nonzero((grid == np.array(GREEN)[:, None, None]).all(axis=0).sum(axis=0) > 100)[0]
     assert (columns.min(), columns.max()) == (290 + 138 - 4, 290 + 138 + 131), "the second image has the green outline"
