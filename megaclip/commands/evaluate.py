@@ -100,6 +100,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tag", help="checkpoint of the run, such as step_00000100 (default: the latest)")
     parser.add_argument("--ema", action="store_true", help="evaluate the moving average of a run's weights (ema_decay)")
     parser.add_argument("--val-data", nargs="+", default=[], metavar="SPEC", help="image-text pairs for retrieval")
+    parser.add_argument(
+        "--val-fraction",
+        type=float,
+        help="evaluate only what a run with this --val-fraction holds out of the data",
+    )
     parser.add_argument("--dataset-type", default="auto", choices=DATASET_TYPES, help="format of --val-data")
     parser.add_argument("--image-key", help="column or extension of the image")
     parser.add_argument("--image-root", help="folder to which the image paths in tables are relative")
@@ -130,7 +135,9 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if not arguments.val_data and not arguments.zeroshot_data:
         parser.error("no data to evaluate on; give --val-data, --zeroshot-data or both")
-    for flag in ("pictures", "group_captions", "image_key", "caption_key", "dataset_type"):
+    if arguments.val_fraction is not None and not 0 < arguments.val_fraction < 1:
+        parser.error(f"--val-fraction is {arguments.val_fraction:g}; use a fraction between 0 and 1")
+    for flag in ("pictures", "val_fraction", "group_captions", "image_key", "caption_key", "dataset_type"):
         if getattr(arguments, flag) != parser.get_default(flag) and not arguments.val_data:
             parser.error(
                 f"--{flag.replace('_', '-')} has no effect without --val-data; add --val-data, or leave it out"
@@ -151,6 +158,8 @@ def open_data(arguments: argparse.Namespace) -> tuple[PairDataset | None, Labell
             caption_key=arguments.caption_key,
             image_root=arguments.image_root,
         )
+        if arguments.val_fraction is not None:
+            _, pairs = pairs.split(arguments.val_fraction)
     if arguments.zeroshot_data:
         labelled = open_labelled(arguments.zeroshot_data)
     return pairs, labelled
@@ -192,6 +201,7 @@ def report(
             "tag": tag,
             "ema": arguments.ema,
             "val_data": arguments.val_data,
+            "val_fraction": arguments.val_fraction,
             "group_captions": arguments.group_captions,
             "zeroshot_data": arguments.zeroshot_data,
             "precision": arguments.precision,

@@ -5,13 +5,15 @@
     megaclip inspect hf:nlphuji/flickr30k:test --json
 
 The command opens the data as --train-data does, decodes evenly spread samples, shows three of them, and measures the
-speed of the training loader on one core. The exit code is 1 if training would refuse the data.
+speed of the training loader on one core. `--list FILE` writes the names of all bad samples and of what is left out. The
+exit code is 1 if training would refuse the data.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaclip.commands.argument_types import CommandParser, integer, number
@@ -22,6 +24,7 @@ from megaclip.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from megaclip.data import Tokenizer
     from megaclip.data.inspection import Look
+    from megaclip.data.source import Account
 
 CONTEXT_LENGTH, IMAGE_SIZE = 77, 224
 """Tokens and pixels without --model."""
@@ -29,14 +32,11 @@ CONTEXT_LENGTH, IMAGE_SIZE = 77, 224
 
 def print_report(report: dict[str, Any]) -> None:
     """Print the report. Dictionaries of numbers and text take one line each."""
-    from megaclip.data.source import Account
-
     for name, value in report.items():
         label = name.replace("_", " ")
         if isinstance(value, list):
             for index, entry in enumerate(value):
-                text = Account(**entry).sum() if name == "accounts" else _on_one_line(entry)
-                print(f"{label} {index}: {text}")
+                print(f"{label} {index}: {_on_one_line(entry)}")
         elif name == "sample":
             print(f"{label}:")
             for part, content in value.items():
@@ -76,6 +76,7 @@ def parse_arguments() -> argparse.Namespace:
         "--max-bad-fraction", type=number(0), default=limit, help="as in training (default: %(default)s)"
     )
     parser.add_argument("--pictures", metavar="FILE.png", help="draw 48 samples as the model sees them")
+    parser.add_argument("--list", type=Path, metavar="FILE", help="write the names of bad samples and what is left out")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
 
@@ -94,20 +95,22 @@ def main() -> int:
         image_root=arguments.image_root,
         max_bad_fraction=1.0,  # the report shows what is left out
     )
-    look = Look(dataset, tokenizer, ImageTransform(**pixels), arguments.samples)
+    look, limit = Look(dataset, tokenizer, ImageTransform(**pixels), arguments.samples), arguments.max_bad_fraction
     report = {**describe_dataset(dataset), "sample": look.report(), "shown": look.shown}
-    limit = arguments.max_bad_fraction
-    left_out = (
-        source.reason_to_refuse(entry["samples"], limit)
-        for source, entry in zip(dataset.accounts, report["datasets"], strict=True)
-    )
-    refused = next(filter(None, left_out), "") or look.reason_to_refuse(limit)
+    reasons = [
+        account.reason_to_refuse(entry["samples"], limit)
+        for account, entry in zip(dataset.accounts, report["datasets"], strict=True)
+    ]
+    reasons.append(look.reason_to_refuse(limit))
     try:
         report["loader"] = time_loader(dataset, tokenizer, ImageTransform(**pixels, training=True), arguments.seconds)
     except DataError as error:
         report["loader"] = {"failed": str(error)}
-        refused = refused or str(error)
+        reasons.append(str(error))
+    refused = "; ".join(filter(None, reasons))
     report["refused"] = refused or None
+    if arguments.list:
+        write_list(dataset.accounts, look.bad, arguments.list)
     if arguments.pictures:
         draw_pictures(look, len(dataset), arguments.pictures)
     if arguments.json:
@@ -117,6 +120,19 @@ def main() -> int:
         print_report(report)
         print(f"training would REFUSE this data: {refused}" if refused else "training would accept this data")
     return 1 if refused else 0
+
+
+def write_list(accounts: list[Account], bad: dict[str, list[str]], path: Path) -> None:
+    """Write one line per bad sample or part that is left out: the reason and, after a tab, the name."""
+    from megaclip.checkpoint.output import writing
+
+    lines = [f"{kind}\t{detail}" for kind, details in bad.items() for detail in details]
+    for account in accounts:
+        for reason, (count, _, names) in account.left_out.items():
+            lines += [f"{reason}\t{name}" for name in names]
+            lines += [f"{reason}\tand {count - len(names):,} more"] * (count > len(names))
+    with writing(path):
+        path.write_text("".join(f"{line}\n" for line in lines), errors="surrogateescape")
 
 
 def _preprocessing(arguments: argparse.Namespace) -> tuple[Tokenizer, dict[str, Any]]:

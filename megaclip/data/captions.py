@@ -20,6 +20,8 @@ from megaclip.errors import DataError, shortened
 TEXT_EXTENSIONS = ("txt", "caption", "text")
 """Extensions of text files that hold captions, when --caption-key is not given."""
 JSON = "json"
+SHOWS_NOTHING = "only spaces, control characters or HTML spaces such as &nbsp;"
+"""Content of an empty caption, for messages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +89,7 @@ def cleaned(texts: Iterable[str], key: str) -> tuple[str, ...]:
     """
     captions = tuple(" ".join(text.split()).strip("\0") for text in texts if not is_blank(text))
     if not captions:
-        raise BadSample("empty caption", key)
+        raise BadSample("empty caption", f"{key}: {SHOWS_NOTHING}")
     return captions
 
 

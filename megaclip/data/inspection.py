@@ -1,9 +1,8 @@
 """Decode samples of a dataset and time its loading, for `megaclip inspect`."""
 
 import contextlib
-import dataclasses
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from tqdm import tqdm
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.images import ImageTransform, open_image
 from megaclip.data.loader import TrainLoader
-from megaclip.data.reading import MIN_SAMPLES_FOR_LIMIT, check_caption, decode_image
+from megaclip.data.reading import check_caption, decode_image
 from megaclip.data.sources import PairDataset
 from megaclip.data.tokenizers import Tokenizer
 from megaclip.errors import shortened
@@ -35,8 +34,7 @@ def describe_dataset(dataset: PairDataset) -> dict[str, Any]:
         samples = sum(samples for _, _, samples in files)
         origin = {"images": columns["image"], "captions": columns["caption"]}
         sources.append({"type": source["type"], **sizes, "samples": samples, **origin})
-    accounts = [dataclasses.asdict(account) for account in dataset.accounts]
-    return {"samples": len(dataset), "datasets": sources, "accounts": accounts}
+    return {"samples": len(dataset), "datasets": sources, "accounts": [account.sum() for account in dataset.accounts]}
 
 
 class Look:
@@ -48,8 +46,8 @@ class Look:
         self._values: dict[str, list[int]] = {
             name: [] for name in ("caption_characters", "tokens", "width", "height", "bytes")
         }
-        self._bad: Counter[str] = Counter()
-        self._bad_examples: dict[str, str] = {}
+        self.bad: defaultdict[str, list[str]] = defaultdict(list)
+        """Kind -> name and problem of every bad sample."""
         self._noted: Counter[str] = Counter({"exif_orientation_ignored": 0, "transparency_dropped": 0})
         self._captions, self._images = set[str](), set[int]()
         self.shown: list[dict[str, Any]] = []
@@ -65,8 +63,7 @@ class Look:
                 check_caption(raw)
                 pixels = decode_image(self._transform, raw, (0, 0, 0))
             except BadSample as error:
-                self._bad[error.kind] += 1
-                self._bad_examples.setdefault(error.kind, f"{error.detail} in {dataset.shard_name(sample_id)}")
+                self.bad[error.kind].append(error.detail)
                 continue
             usable.append(self._measure(raw))
             if place * PICTURES // len(ids) >= len(self.pictures):
@@ -91,19 +88,13 @@ class Look:
         shown = {"caption": shortened(raw.caption), "width": image.width, "height": image.height}
         return {**shown, "format": image.format, "tokens": max(token_counts), "sample": raw.key}
 
-    @property
-    def bad_fraction(self) -> float:
-        """Fraction of bad samples."""
-        return self._bad.total() / max(1, self._looked_at)
-
     def report(self) -> dict[str, Any]:
         """Return caption lengths, image sizes, and bad samples by kind."""
         truncated = sum(count >= self._tokenizer.context_length for count in self._values["tokens"])
         return {
             "looked_at": self._looked_at,
-            "bad": dict(self._bad),
-            "bad_fraction": round(self.bad_fraction, 4),
-            "bad_examples": self._bad_examples,
+            "bad": {kind: len(details) for kind, details in self.bad.items()},
+            "bad_examples": {kind: details[0] for kind, details in self.bad.items()},
             "distinct_images": len(self._images),
             "distinct_captions": len(self._captions),
             "captions_that_fill_the_context": truncated,
@@ -113,12 +104,11 @@ class Look:
 
     def reason_to_refuse(self, limit: float) -> str:
         """Return the reason why training would refuse the data, or "". limit: --max-bad-fraction."""
-        if self.bad_fraction <= limit:
+        count = sum(map(len, self.bad.values()))
+        if count <= limit * self._looked_at:
             return ""
-        return (
-            f"{self._bad.total()} of the {self._looked_at} decoded samples are bad; a run stops above "
-            f"--max-bad-fraction {limit:g}, after more than {limit * MIN_SAMPLES_FOR_LIMIT:g} bad samples"
-        )
+        kinds = ", ".join(f"{len(details)} {kind}" for kind, details in self.bad.items())
+        return f"{count} of the {self._looked_at} decoded samples are bad ({kinds}), over --max-bad-fraction {limit:g}"
 
 
 def _quantiles(numbers: list[int]) -> dict[str, float]:

@@ -29,6 +29,7 @@ SPARE = "another image or caption of a sample"
 UNREADABLE = "an image format that the installed Pillow cannot read, such as HEIC (convert them to JPEG)"
 ALONE = "a caption without an image"
 OTHER = "neither an image nor a caption"
+BESIDE = "a file of another type in the folder of the data"
 """Reasons to leave out a file, member or row."""
 
 _MAX_NAMES = {True: 1000, False: 10}
@@ -80,12 +81,12 @@ class Account:
         """Count a part that is in no sample. lost: a sample is lost with it."""
         self._add(reason, 1, int(lost), [name])
 
-    def add(self, other: Account) -> None:
-        """Add the parts and problems of another account."""
+    def add(self, other: Account, place: str) -> None:
+        """Add the parts and problems of another account. place: precedes the names of its parts."""
         self.seen += other.seen
         self.in_samples += other.in_samples
-        for reason, entry in other.left_out.items():
-            self._add(reason, *entry)
+        for reason, (count, lost, names) in other.left_out.items():
+            self._add(reason, count, lost, [f"{place}/{name}" for name in names])
         for kind, count in other.problems.items():
             self.problems[kind] = self.problems.get(kind, 0) + count
 

@@ -21,10 +21,10 @@ import numpy as np
 from megaclip.data.batch import RawSample
 from megaclip.data.captions import CaptionKeys
 from megaclip.data.image_folder import ImageFolder, walk_folder
-from megaclip.data.images import IMAGE_EXTENSIONS
+from megaclip.data.images import IMAGE_EXTENSIONS, is_image_name
 from megaclip.data.order import MixtureOrder, SampleOrder, block_quotas
 from megaclip.data.patterns import expand_pattern, refuse_special_files
-from megaclip.data.source import Account, ReadingOptions, Source
+from megaclip.data.source import BESIDE, Account, ReadingOptions, Source
 from megaclip.data.tables import METADATA_FILES, TABLE_TYPES, Table, open_table
 from megaclip.data.tar_shards import TarShards
 from megaclip.errors import DataError, os_reason
@@ -80,9 +80,8 @@ class PairDataset:
 
     def siblings(self, sample_id: int) -> tuple[int, int]:
         """Return the first id and the number of the samples of this sample's source. Substitutes are among these."""
-        number = int(np.searchsorted(self._ends, sample_id, side="right"))
-        size = len(self._sources[number])
-        return int(self._ends[number]) - size, size
+        source, row = self._place(sample_id)
+        return sample_id - row, len(source)
 
     def split(self, fraction: float) -> tuple[PairDataset, PairDataset]:
         """Return the dataset without a fraction of its samples, and these, which every run selects alike.
@@ -96,8 +95,8 @@ class PairDataset:
                 part.append(_PartOfSource(source, np.flatnonzero(rows), f"{fraction:g}"))
         if not all(map(len, (*parts[0], *parts[1]))):
             raise DataError(
-                f"--val-fraction is {fraction:g}, and a part of --train-data has too few images for it; use a larger "
-                "fraction, or --val-data"
+                f"--val-fraction is {fraction:g}, and an entry of the data has too few images for it; use a larger "
+                "fraction, or other data for validation"
             )
         training = PairDataset(parts[0], self.weights)
         training.id_key = self.id_key
@@ -253,25 +252,28 @@ def _open_readable(spec: str, options: ReadingOptions) -> Source:
 
 
 def _open_source(spec: str, options: ReadingOptions) -> Source:
-    dataset_type = options.dataset_type
-    if spec.startswith("hf:") or dataset_type == "hub":
+    if spec.startswith("hf:") or options.dataset_type == "hub":
         return open_table([spec.removeprefix("hf:")], "hub", options)
-    paths = expand_pattern(spec)
-    _refuse_compressed_tars(spec, paths)
-    _refuse_several_folders(spec, paths)
-    if dataset_type == "auto":
-        dataset_type, paths = _recognise(spec, paths)
-    elif len(paths) == 1 and os.path.isdir(paths[0]) and dataset_type in _TYPE_OF_SUFFIX.values():
-        paths = _files_of_type(paths[0], dataset_type)
-    if dataset_type in ("webdataset", "imagefolder"):
-        keys = CaptionKeys.parse(options.caption_key)
-        extensions = _extensions(options.image_key)
-        if dataset_type == "webdataset":
-            return TarShards(paths, image_extensions=extensions, caption_keys=keys)
-        if not (metadata := _metadata_of(paths[0])):
-            return ImageFolder(paths[0], image_extensions=extensions, caption_keys=keys)
-        return _open_metadata(paths[0], metadata, options)
-    return open_table(paths, dataset_type, options)
+    kind, paths, beside = options.dataset_type, expand_pattern(spec), list[str]()
+    if len(paths) == 1 and os.path.isdir(paths[0]):
+        kind, paths, beside = _look_into(paths[0], kind)
+    else:
+        _refuse_folders_and_compressed_tars(spec, paths)
+        kind = _type_of_files(spec, paths) if kind == "auto" else kind
+    source: Source
+    if kind not in ("webdataset", "imagefolder"):
+        source = open_table(paths, kind, options)
+    elif kind == "imagefolder" and (metadata := _metadata_of(paths[0])):
+        source = _open_metadata(paths[0], metadata, options)
+    else:
+        keys, extensions = CaptionKeys.parse(options.caption_key), _extensions(options.image_key)
+        if kind == "webdataset":
+            source = TarShards(paths, image_extensions=extensions, caption_keys=keys)
+        else:
+            source = ImageFolder(paths[0], image_extensions=extensions, caption_keys=keys)
+    for path in source.account.see(beside):
+        source.account.leave_out(BESIDE, path, lost=is_image_name(path))
+    return source
 
 
 def _open_metadata(folder: str, tables: list[str], options: ReadingOptions) -> Table:
@@ -286,22 +288,18 @@ def _open_metadata(folder: str, tables: list[str], options: ReadingOptions) -> T
     return table
 
 
-def _refuse_compressed_tars(spec: str, paths: Sequence[str]) -> None:
-    compressed = [path for path in paths if _COMPRESSED_TAR.search(path)]
-    if compressed:
-        raise DataError(
-            f"data {spec!r}: {compressed[0]} is compressed, and samples are read from their place in a tar file; "
-            "decompress the shards, for example with  gunzip shards/*.tar.gz  (images are compressed already)"
-        )
-
-
-def _refuse_several_folders(spec: str, paths: Sequence[str]) -> None:
-    folder = next((path for path in paths if os.path.isdir(path)), None)
-    if folder is not None and len(paths) > 1:
-        raise DataError(
-            f"data {spec!r} matches {len(paths)} files or folders, and {folder} is a folder; give each folder as a "
-            "separate entry, or a pattern of files"
-        )
+def _refuse_folders_and_compressed_tars(spec: str, paths: Sequence[str]) -> None:
+    for path in paths:
+        if os.path.isdir(path):
+            raise DataError(
+                f"data {spec!r} matches {len(paths)} files or folders, and {path} is a folder; give each folder as a "
+                "separate entry, or a pattern of files"
+            )
+        if _COMPRESSED_TAR.search(path):
+            raise DataError(
+                f"data {spec!r}: {path} is compressed, and samples are read from their place in a tar file; decompress "
+                "the shards, for example with  gunzip shards/*.tar.gz  (images are compressed already)"
+            )
 
 
 def _metadata_of(folder: str) -> list[str]:
@@ -313,17 +311,16 @@ def _metadata_of(folder: str) -> list[str]:
     ]
 
 
-def _lie_beside_pictures(files: list[str]) -> bool:
-    """Return True if the first table or JSON file only describes a picture or a folder of pictures beside it.
+def _describes_pictures(path: str) -> bool:
+    """Return True if a table or JSON file only describes a picture or a folder of pictures beside it.
 
     img2dataset writes such files: 000000.json beside 000000.jpg, 00000.parquet and 00000_stats.json beside 00000.
     """
-    folder, name = os.path.split(os.path.splitext(files[0])[0])
-    report = _IMG2DATASET_REPORT.fullmatch(name)
-    if report is not None and os.path.isdir(os.path.join(folder, report[1])):
+    stem = os.path.splitext(path)[0]
+    report = _IMG2DATASET_REPORT.fullmatch(os.path.basename(stem))
+    if report is not None and os.path.isdir(os.path.join(os.path.dirname(path), report[1])):
         return True
-    pictures = (os.path.join(folder, f"{name}.{extension}") for extension in IMAGE_EXTENSIONS)
-    return files[0].endswith(".json") and any(map(os.path.exists, pictures))
+    return path.endswith(".json") and any(os.path.exists(f"{stem}.{extension}") for extension in IMAGE_EXTENSIONS)
 
 
 def _type_of(path: str) -> str | None:
@@ -334,51 +331,53 @@ def _extensions(key: str | None) -> tuple[str, ...]:
     return tuple(part.strip().lstrip(".").lower() for part in (key or "").split(";") if part.strip(" ."))
 
 
-def _recognise(spec: str, paths: list[str]) -> tuple[str, list[str]]:
-    """Return the type of the files of a spec, and the files. For a folder these are its files of one known type."""
-    if len(paths) == 1 and os.path.isdir(paths[0]):
-        folder = paths[0]
-        if any(os.path.exists(os.path.join(folder, name)) for name in ("state.json", "dataset_dict.json")):
-            return "saved", paths
-        if not any(os.path.exists(os.path.join(folder, name)) for name in METADATA_FILES):
-            for dataset_type in ("webdataset", "parquet", "json", "csv"):
-                files = _files_of_type(folder, dataset_type, may_be_empty=True)
-                if files and (dataset_type == "webdataset" or not _lie_beside_pictures(files)):
-                    _refuse_deeper_files(folder, (dataset_type,) if dataset_type == "webdataset" else ())
-                    return dataset_type, files
-            _refuse_compressed_tars(spec, sorted(os.listdir(folder)))
-            _refuse_deeper_files(folder, ("webdataset", "parquet"))
-        return "imagefolder", paths
-    types = set(map(_type_of, paths))
-    found = types.pop() if len(types) == 1 else None
-    if found is None:
+def _type_of_files(spec: str, paths: list[str]) -> str:
+    """Return the type of files, which is that of all of them. Raises DataError."""
+    kind, *others = set(map(_type_of, paths))
+    if kind is None or others:
         known = ", ".join(_TYPE_OF_SUFFIX)
         raise DataError(f"data {spec!r}: the files are not of one known type ({known}); set --dataset-type")
-    return found, paths
+    return kind
 
 
-def _refuse_deeper_files(folder: str, types: Sequence[str]) -> None:
+def _look_into(folder: str, kind: str) -> tuple[str, list[str], list[str]]:
+    """Return the type of the data in a folder, its files of this type, and its files of other types.
+
+    kind: the type, or "auto". For image folders and saved datasets, the folder itself takes the place of the files.
+    """
+    names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    if kind == "auto" and not {"state.json", "dataset_dict.json"}.isdisjoint(names):
+        return "saved", [folder], []
+    if kind == "auto" and not METADATA_FILES.isdisjoint(names):
+        return "imagefolder", [folder], []
+    paths = [os.path.join(folder, name) for name in names]
+    if kind in ("auto", "webdataset"):
+        _refuse_folders_and_compressed_tars(folder, [path for path in paths if _COMPRESSED_TAR.search(path)])
+        if kind == "auto":
+            first = {_type_of(path): path for path in reversed(paths)}
+            known = (type_ for type_ in ("webdataset", "parquet", "json", "csv") if type_ in first)
+            kind = next((t for t in known if t == "webdataset" or not _describes_pictures(first[t])), "imagefolder")
+        _refuse_deeper_files(folder, {"webdataset": ["webdataset"], "imagefolder": ["webdataset", "parquet"]}.get(kind))
+    if kind not in _TYPE_OF_SUFFIX.values():
+        return kind, [folder], []
+    files = [path for path in paths if _type_of(path) == kind]
+    refuse_special_files(folder, files)
+    if not files:
+        suffixes = ", ".join(suffix for suffix, type_ in _TYPE_OF_SUFFIX.items() if type_ == kind)
+        raise DataError(f"data {folder!r}: the folder has no files of type {kind}; expected {suffixes}")
+    # The images of a table may lie beside it.
+    others = [path for path in paths if os.path.isfile(path) and (kind == "webdataset" or not is_image_name(path))]
+    return kind, files, sorted({*others} - {*files})
+
+
+def _refuse_deeper_files(folder: str, types: Sequence[str] | None) -> None:
     """Raise DataError if a sub-folder holds files of these types. They would be left out."""
     for place, names in walk_folder(folder) if types else ():
         for name in sorted(names) if place != folder else ():
-            files = [os.path.join(place, name)]
-            if not name.startswith(".") and _type_of(name) in types and not _lie_beside_pictures(files):
-                suffix = Path(name).suffix
+            path = os.path.join(place, name)
+            if not name.startswith(".") and _type_of(name) in (types or ()) and not _describes_pictures(path):
+                every, here = (os.path.join(folder, *stars) + Path(name).suffix for stars in (("**", "*"), ("*",)))
                 raise DataError(
-                    f"data {folder!r}: {files[0]} is in a sub-folder; give '{os.path.join(folder, '**', '*')}{suffix}' "
-                    f"for the files of all folders, or '{os.path.join(folder, '*')}{suffix}' for those of this one"
+                    f"data {folder!r}: {path} is in a sub-folder; give '{every}' for the files of all folders, or "
+                    f"'{here}' for those of this one"
                 )
-
-
-def _files_of_type(folder: str, dataset_type: str, *, may_be_empty: bool = False) -> list[str]:
-    files = sorted(
-        os.path.join(folder, name)
-        for name in os.listdir(folder)
-        if _type_of(name) == dataset_type and not name.startswith(".")
-    )
-    refuse_special_files(folder, files)
-    if not files and not may_be_empty:
-        _refuse_compressed_tars(folder, sorted(os.listdir(folder)))
-        suffixes = ", ".join(suffix for suffix, type_ in _TYPE_OF_SUFFIX.items() if type_ == dataset_type)
-        raise DataError(f"data {folder!r}: the folder has no files of type {dataset_type}; expected {suffixes}")
-    return files

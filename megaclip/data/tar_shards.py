@@ -62,7 +62,7 @@ class TarShards:
         self._ends = np.cumsum(self.shard_sizes)
         self.account = Account("members")
         for shard in self.shards:
-            self.account.add(Account(**shard["account"]))
+            self.account.add(Account(**shard["account"]), shard["name"])
         if damaged := sum(bool(shard["damage"]) for shard in self.shards):
             self.account.problems["damaged shard"] = damaged
         self._files: dict[int, int] = {}

@@ -20,7 +20,7 @@ from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, ModelCard, write_m
 from megaclip.checkpoint.open_clip_directory import export_checkpoint
 from megaclip.checkpoint.open_clip_weights import read_weights, write_weights
 from megaclip.commands import evaluate
-from megaclip.data import ImageTransform, load_tokenizer
+from megaclip.data import ImageTransform, load_tokenizer, open_pairs
 from megaclip.data.sentencepiece_training import train_sentencepiece
 from megaclip.engine.saved_model import load_saved_model
 from megaclip.engine.tokenizer_choice import tokenizer_of
@@ -229,6 +229,18 @@ def test_equal_images_are_one_image_in_every_format(
     assert warnings.messages == []
     run(monkeypatch, folder / "model", "--val-data", tmp_path / "lines.tar", "--workers", 0)
     assert f"{COUNT} texts of --val-data have several lines, and each text is one caption; --group-" in warnings.text
+
+
+def test_the_pairs_that_a_run_held_out_are_evaluated_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tar(tmp_path / "all.tar", [m for i in range(COUNT) for m in ((f"{i}.png", encoded(i)), (f"{i}.txt", b"a"))])
+    held_out = open_pairs([str(tmp_path / "all.tar")]).split(0.3)[1]
+    flags = ["--val-data", tmp_path / "all.tar", "--workers", 0, "--val-fraction"]
+    run(monkeypatch, folder / "model", *flags, 0.3)
+    assert 0 < len(held_out) < COUNT and f"retrieval, {len(held_out)} pairs" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        run(monkeypatch, folder / "model", *flags, 1.5)
 
 
 @pytest.fixture

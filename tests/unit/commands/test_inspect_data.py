@@ -82,12 +82,36 @@ def test_bad_data_is_reported_completely_and_refused_as_training_does(tmp_path, 
     code, output = inspect(path)
     assert code == 1 and not training_accepts(path)
     assert f"bad: undecodable image {bad}" in output and "samples: 10" in output
-    assert f"training would REFUSE this data: {bad} of the 10 decoded samples are bad" in output
-    assert "after more than 10 bad samples" in output and "problems: none" not in output
+    refused = f"{bad} of the 10 decoded samples are bad ({bad} undecodable image), over --max-bad-fraction 0.01"
+    assert f"training would REFUSE this data: {refused}" in output and "problems: none" not in output
     assert ("shown 0" in output) == (bad < 10)
     assert inspect(path, "--max-bad-fraction", 1)[0] == (1 if bad == 10 else 0)
     code, output = inspect(path, "--json")
     assert code == 1 and json.loads(output)["refused"].startswith(f"{bad} of the 10 decoded samples")
+
+
+def test_all_problems_are_named_and_listed(tmp_path, inspect):
+    """One run must name every file to repair, and the verdict every reason."""
+    files = {"a.txt": b"&nbsp;", "b.txt": b"\x01", "c.txt": b"a cat", "d.txt": b"a dog", "b.jpg": picture(1)}
+    files |= {"a.jpg": picture(0), "c.jpg": b"no image", "d.jpg": picture(2)}
+    files |= {f"{name}.heic": b"\0\0\0\x18ftypheic" + bytes(99) for name in "xyz"} | {"y.jxl": b"\xff\x0a" + bytes(99)}
+    for name, content in files.items():
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data" / name).write_bytes(content)
+    code, output = inspect(tmp_path / "data", "--list", tmp_path / "list.txt")
+    assert code == 1
+    verdict = output[output.index("training would REFUSE") :]
+    assert "3 of 7 possible samples are left out, 3 for an image format that the installed Pillow" in verdict
+    assert (
+        "HEIC" in verdict and "; 3 of the 4 decoded samples are bad (2 empty caption, 1 undecodable image)" in verdict
+    )
+    assert "control characters or HTML spaces such as &nbsp;" in output
+    listed = [line.split("\t") for line in (tmp_path / "list.txt").read_text().splitlines()]
+    bad = {name: kind for kind, detail in listed for name in files if f"/{name}" in detail}
+    empty = dict.fromkeys(("a.jpg", "b.jpg"), "empty caption")
+    assert {name: kind for name, kind in bad.items() if name[0] not in "xyz"} == empty | {"c.jpg": "undecodable image"}
+    assert bad.keys() >= {"x.heic", "y.heic", "z.heic"}
+    assert inspect(tmp_path / "data", "--list", tmp_path / "no folder" / "x")[0].startswith("error: cannot write")
 
 
 def test_good_data_is_accepted_as_in_training(tmp_path, inspect):

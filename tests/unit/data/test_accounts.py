@@ -183,6 +183,20 @@ def test_too_many_possible_samples_that_are_left_out_are_an_error(tmp_path, kind
     assert len(open_them(max_bad_fraction=0.2)) == 24
 
 
+@pytest.mark.parametrize(("kind", "lost"), [("tar", 2), ("csv", 0)])
+def test_files_of_another_type_beside_the_data_are_counted(tmp_path, kind, lost):
+    """Pictures beside shards could be samples. Pictures beside a table are its own."""
+    for name in ("0.jpg", "1.jpg"):
+        (tmp_path / name).write_bytes(CONTENTS["jpeg"])
+    (tmp_path / "notes.md").write_text("crawled in spring")
+    if kind == "tar":
+        write_members(tmp_path / "0.tar", {"a.jpg": "jpeg", "a.txt": "text"}, [], [])
+    else:
+        (tmp_path / "0.csv").write_text("image,text\n0.jpg,a\n1.jpg,b\n")
+    (account,) = open_pairs([str(tmp_path)], max_bad_fraction=1.0).accounts
+    assert (account.seen, account.in_samples, account.lost) == (3 + lost, 2, lost)
+
+
 CELLS = st.sampled_from(
     ("0.png", "", "a cat", '"red"', '"', 'a "b" c', "x,y", "two\nlines", "\ttab", "ü", "1.png\n0.png,end")
 )

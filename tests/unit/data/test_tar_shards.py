@@ -132,7 +132,7 @@ def test_repeated_names_in_a_shard_are_reported(tmp_path):
     members = [("0.png", picture(0)), ("0.txt", b"first"), ("0.png", picture(1)), ("0.txt", b"second")]
     shards = TarShards([write_tar(tmp_path / "shard.tar", members)])
     assert [shards.read(row).caption for row in range(len(shards))] == ["first"]
-    assert shards.account.left_out == {REPEATED: [2, 1, ["0.png"]]} and shards.account.seen == 4
+    assert shards.account.left_out == {REPEATED: [2, 1, ["shard.tar/0.png"]]} and shards.account.seen == 4
 
 
 def test_missing_members_are_bad_samples(tmp_path):
