@@ -2,24 +2,29 @@
 
     python tools/bench_gradient_cache.py --model bert --batch 4096 --chunk 128
     python tools/bench_gradient_cache.py --model clip --batch 4096 --chunk 64 --compile
+    torchrun --nproc_per_node 2 tools/bench_gradient_cache.py --model bert --batch 2048 --engine zero2
 
 Each implementation trains the same random model on the same random data, in bf16 autocast with float32 parameters and
 fused AdamW. The loss is symmetric InfoNCE with a fixed scale. `--model bert` is a text bi-encoder of BERT-base size,
 `clip` a CLIP ViT-B/16. With --mean-length texts differ in length, as real ones do, and GradientCache gets chunks of as
-many tokens (`tokens=`) as the others get with padding. Try several values of --chunk: the best setting of each
-implementation counts. The others are measured if their packages are installed: sentence-transformers 6 (cached loss),
-and grad_cache, built by `pip wheel git+https://github.com/luyug/GradCache`. --tiny runs small models, which is a test
-of the script on a CPU.
+many tokens (`tokens=`) as the others get with padding. --batch is the batch of each GPU. Try several values of --chunk:
+the best setting of each implementation counts. The others are measured if their packages are installed:
+sentence-transformers 6 (cached loss), and grad_cache, built by `pip wheel git+https://github.com/luyug/GradCache`.
+--tiny runs small models, which is a test of the script on a CPU.
 """
 
 import argparse
 import gc
 import importlib.util
+import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+import deepspeed
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from transformers import BertConfig, BertModel, CLIPTextConfig, CLIPTextModelWithProjection, CLIPVisionConfig
@@ -85,7 +90,7 @@ def encoders_of(arguments: argparse.Namespace) -> list[nn.Module]:
 
 def inputs_of(arguments: argparse.Namespace, device: torch.device) -> list[Features]:
     """Return the inputs of both encoders."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))
     size = (arguments.batch, arguments.length)
     tokens = [torch.randint(5, 20000, size, generator=generator) for _ in range(2)]
     if arguments.model == "clip":
@@ -103,12 +108,21 @@ def inputs_of(arguments: argparse.Namespace, device: torch.device) -> list[Featu
 
 
 def in_batch_loss(x: Tensor, y: Tensor) -> Tensor:
+    if dist.is_initialized():  # as grad_cache's DistributedContrastiveLoss
+        x, y = (torch.cat(all_gather(each)) for each in (x, y))
     logits, labels = SCALE * x @ y.T, torch.arange(len(x), device=x.device)
     return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
 
 
+def all_gather(features: Tensor) -> list[Tensor]:
+    gathered = [torch.empty_like(features) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, features.contiguous())
+    gathered[dist.get_rank()] = features
+    return gathered
+
+
 def ours(encoders: list[nn.Module], arguments: argparse.Namespace) -> Step:
-    cache = GradientCache(ClipLoss(), keep=arguments.keep)
+    cache = GradientCache(ClipLoss(), encoders[0] if dist.is_initialized() else None, keep=arguments.keep)
     size = {"tokens": arguments.chunk * arguments.length} if arguments.mean_length else {"chunk": arguments.chunk}
 
     def step(inputs: list[Features]) -> Tensor:
@@ -123,7 +137,7 @@ def luyugs(encoders: list[nn.Module], arguments: argparse.Namespace) -> Step:
     from grad_cache import GradCache
 
     cache = GradCache(encoders, arguments.chunk, in_batch_loss)
-    return lambda inputs: cache(*inputs)
+    return lambda inputs: cache(*inputs, no_sync_except_last=dist.is_initialized())
 
 
 def sentence_transformers(encoders: list[nn.Module], arguments: argparse.Namespace) -> Step:
@@ -157,10 +171,22 @@ def measure(name: str, arguments: argparse.Namespace, device: torch.device) -> s
     gpu = device.type == "cuda"
     encoders = [encoder.to(device) for encoder in encoders_of(arguments)]
     parameters = list({id(p): p for encoder in encoders for p in encoder.parameters()}.values())
-    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=gpu)
+    optimizer: Any = torch.optim.AdamW(parameters, lr=1e-5, fused=gpu)
     if arguments.compile:
         for encoder in dict.fromkeys(encoders):
             encoder.compile(dynamic=False)
+    if arguments.engine == "ddp":
+        encoders = [nn.parallel.DistributedDataParallel(encoders[0])] * 2
+    elif arguments.engine == "zero2":
+        config = {
+            "train_micro_batch_size_per_gpu": arguments.batch,
+            "gradient_clipping": 0.0,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": 2},
+            "bf16": {"enabled": True},
+        }
+        optimizer, *_ = deepspeed.initialize(model=encoders[0], optimizer=optimizer, config=config)
+        encoders = [optimizer] * 2  # its step() and zero_grad() are those of the optimizer
     step, inputs = IMPLEMENTATIONS[name][0](encoders, arguments), inputs_of(arguments, device)
     losses, began = [], 0.0
     for number in range(arguments.warmup + arguments.steps):
@@ -176,12 +202,14 @@ def measure(name: str, arguments: argparse.Namespace, device: torch.device) -> s
     last = float(losses[-1])  # waits for the device
     seconds = (time.perf_counter() - began) / arguments.steps
     peak = torch.cuda.max_memory_allocated() / 2**30 if gpu else 0.0
-    return f"| {name} | {arguments.batch / seconds:,.0f} | {peak:.1f} | {float(losses[0]):.4f} | {last:.4f} |"
+    batch = arguments.batch * (dist.get_world_size() if dist.is_initialized() else 1)
+    return f"| {name} | {batch / seconds:,.0f} | {peak:.1f} | {float(losses[0]):.4f} | {last:.4f} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["bert", "clip"], default="bert")
+    parser.add_argument("--engine", choices=["ddp", "zero2"], help="under torchrun, with --model bert")
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--chunk", type=int, default=128)
     parser.add_argument("--length", type=int, default=77, help="tokens per text, with padding")
@@ -195,6 +223,12 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.keep = int(arguments.keep) if arguments.keep.isdecimal() else arguments.keep
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if arguments.engine:
+        deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        sys.stdout = sys.stdout if dist.get_rank() == 0 else open(os.devnull, "w")  # noqa: SIM115
     print("| implementation | samples/s | peak GiB | first loss | last loss |\n| --- | --- | --- | --- | --- |")
     for name in arguments.only:
         if importlib.util.find_spec(IMPLEMENTATIONS[name][1]) is None:
