@@ -18,6 +18,7 @@ REFUSED_EXIT_CODE = 78
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that stop a run. Its exit code is then 128 + the number of the signal."""
 
+_URL = re.compile(r"\b([a-z][a-z0-9+.-]*://)([^\s'\"]*)", re.IGNORECASE)
 _LONG_WORD = re.compile(r"(\S{400})\S+")
 
 
@@ -38,6 +39,21 @@ def os_reason(error: OSError) -> str:
     return reason if error.filename is None else f"{error.filename}: {reason}"
 
 
+def public(text: str) -> str:
+    """Return a URL, or a text with URLs, without user names, passwords and the queries of web servers."""
+
+    def stripped(match: re.Match) -> str:
+        scheme, rest = match.groups()
+        is_web = scheme.lower().startswith("http")
+        if is_web:
+            rest = rest.partition("?")[0]
+        authority, slash, path = rest.partition("/")
+        user, _, host = authority.rpartition("@")  # the user of abfs:// is the container
+        return scheme + (host if is_web or ":" in user else authority) + slash + path
+
+    return _URL.sub(stripped, text)
+
+
 def nearest(word: str, known: set[str]) -> str:
     """Return "; did you mean ...?" with the known word closest to `word`, or "" if none is close."""
     close = closest(word, known, cutoff=0.6)
@@ -56,13 +72,16 @@ def _plain(word: str) -> str:
 
 
 class MegaclipError(Exception):
-    """Base class of errors whose message is written for users. Words of more than 400 characters are cut."""
+    """Base class of errors whose message is written for users, without the secrets of URLs.
+
+    Words of more than 400 characters are cut.
+    """
 
     exit_code: int = 1
     """Exit code of a run that ends with this error."""
 
     def __str__(self) -> str:
-        return _LONG_WORD.sub(r"\1...", super().__str__())
+        return _LONG_WORD.sub(r"\1...", public(super().__str__()))
 
 
 class ConfigError(MegaclipError, ValueError):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaclip.commands.argument_types import CommandParser, integer
 from megaclip.config.command_line import DATASET_TYPES, DEFAULT_WORKERS
-from megaclip.errors import MegaclipError
+from megaclip.errors import MegaclipError, public
 
 if TYPE_CHECKING:
     from megaclip.data import LabelledDataset, PairDataset
@@ -210,7 +210,7 @@ def report(
             "metrics": metrics,
         }
         with writing(arguments.json):
-            arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            arguments.json.write_text(public(json.dumps(content, indent=2)) + "\n", encoding="utf-8")
     if arguments.pictures and result.examples is not None and pairs is not None:
         for name, picture in example_pictures(result.examples, pairs).items():
             with writing(arguments.pictures / f"{name}.png"):

@@ -10,12 +10,12 @@ import json
 import re
 import sys
 from pathlib import Path, PurePath
-from typing import Annotated, Literal, NoReturn, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from megaclip.errors import ConfigError, config_error, nearest
+from megaclip.errors import ConfigError, config_error, nearest, public
 
 DEFAULT_EPOCHS = 32
 """Number of epochs when neither --train-steps nor --epochs is given."""
@@ -81,8 +81,8 @@ class TrainArguments(BaseModel):
     )
     train_data: list[str] = Field(
         min_length=1,
-        description="training data: tar shards (as brace patterns or globs), parquet, CSV, JSON lines, image folders, "
-        "saved or hub datasets; several entries make a mixture",
+        description="training data, by path or URL: tar shards (as brace patterns or globs), parquet, CSV, JSON lines, "
+        "image folders, saved or hub datasets; several entries make a mixture",
     )
 
     set: list[str] = Field(
@@ -123,6 +123,14 @@ class TrainArguments(BaseModel):
         description=(
             "order of the shards; 'sequential' keeps the given order (for curricula) and shuffles within each shard"
         ),
+    )
+    shard_cache: str | None = Field(
+        default=None,
+        description="folder on a local disk where the ranks of a host keep the tar shards of URLs that are needed next "
+        "(default: samples are read one by one)",
+    )
+    shard_cache_gb: PositiveFloat | None = Field(
+        default=None, description="largest size of --shard-cache in GB (default: half of its disk)"
     )
     data_offload_dir: str | None = Field(
         default=None,
@@ -286,6 +294,7 @@ class TrainArguments(BaseModel):
         "tokenizer",
         "resume",
         "image_root",
+        "shard_cache",
     )
     @classmethod
     def _refuse_empty(cls, path: str | None) -> str | None:
@@ -314,6 +323,10 @@ class TrainArguments(BaseModel):
         policy, _, limit = self.on_nonfinite.partition(":")
         return 0 if policy == "stop" else int(limit or DEFAULT_SKIPS_IN_A_ROW)
 
+    def recorded(self) -> dict[str, Any]:
+        """Return all settings for files and logs, as JSON values, without the secrets of URLs."""
+        return json.loads(public(json.dumps(self.model_dump(mode="json"))))
+
     @model_validator(mode="after")
     def _check_combinations(self) -> "TrainArguments":
         if self.epochs and self.train_steps:
@@ -337,6 +350,8 @@ class TrainArguments(BaseModel):
                 )
         if self.epochs_cooldown and self.cooldown_steps:
             raise ValueError("--epochs-cooldown and --cooldown-steps exclude each other; use one of them")
+        if self.shard_cache_gb is not None and self.shard_cache is None:
+            raise ValueError("--shard-cache-gb has no effect without --shard-cache; set both, or none")
         if self.train_data_weights and len(self.train_data_weights) != len(self.train_data):
             raise ValueError(
                 f"--train-data-weights has {len(self.train_data_weights)} weights, but --train-data has "

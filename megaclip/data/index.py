@@ -1,9 +1,9 @@
 """Find or make the index of data files: a file that is made once, and that all processes map into memory.
 
-The index lies in the folder `.megaclip` in the common folder of the data files or, if that is read-only, in the user's
-cache. Its name is a fingerprint of the names, sizes and modification times of the data files, and of the settings that
-it depends on. A JSON file beside it, which is written last, describes it. If several processes open the same files, one
-process makes the index and the others wait for it.
+The index lies in the folder `.megaclip` in the common folder of the data files or, if that is read-only or remote, in
+the user's cache. Its name is a fingerprint of the names, sizes and modification times (of remote files: versions) of
+the data files, and of the settings that it depends on. A JSON file beside it, which is written last, describes it. If
+several processes open the same files, one process makes the index and the others wait for it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from megaclip.data.remote import RemoteFile, user_cache
 from megaclip.errors import DataError
 from megaclip.files import replacing
 from megaclip.logging import get_logger
@@ -30,7 +31,7 @@ _logger = get_logger(__name__)
 
 
 def open_index(
-    paths: Sequence[Path],
+    paths: Sequence[Path] | Sequence[RemoteFile],
     settings: list[Any],
     suffix: str,
     make: Callable[[Path, list[str], list[int]], dict[str, Any]],
@@ -43,23 +44,30 @@ def open_index(
 
     Raises DataError if a file cannot be read or the index cannot be written.
     """
-    root = Path(os.path.commonpath([path.parent for path in paths]))
-    stats = []
+    places = [Path(str(path)) for path in paths]  # of remote files, only compared
+    root = Path(os.path.commonpath([place.parent for place in places]))
+    names = [str(place.relative_to(root)) for place in places]
+    sizes, versions = list[int](), list[int | str]()
     for path in paths:
+        if isinstance(path, RemoteFile):
+            sizes.append(path.size)
+            versions.append(path.version)
+            continue
         with reading(path):
-            stats.append(path.stat())
-    names = [str(path.relative_to(root)) for path in paths]
-    facts = [*settings, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in zip(names, stats, strict=True))]
+            stat = path.stat()
+            sizes.append(stat.st_size)
+            versions.append(stat.st_mtime_ns)
+    facts = [*settings, *zip(names, sizes, versions, strict=True)]
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24] + suffix
-    folders = _index_folders(root)
+    folders = _index_folders(root, is_remote=isinstance(paths[0], RemoteFile))
     for folder in folders:
         if description := _description(folder / name):
             return folder / name, description
     writable = next(filter(_writable, folders), None)
     if writable is None:
         raise DataError(
-            f"the index of {paths[0]} cannot be written to {' or '.join(map(str, folders))}; make one of these folders "
-            "writable, or set XDG_CACHE_HOME to a writable folder"
+            f"the index of {paths[0]} cannot be written to {' or '.join(map(str, folders)) or 'a home folder'}; make "
+            "one of these folders writable, or set XDG_CACHE_HOME to a writable folder"
         )
     index = writable / name
     with _locked(index.with_suffix(".lock")):
@@ -67,7 +75,7 @@ def open_index(
             return index, description
         try:
             with replacing(index, durable=False) as unfinished:
-                description = make(unfinished, names, [stat.st_size for stat in stats])
+                description = make(unfinished, names, sizes)
             with replacing(index.with_suffix(".json"), durable=False) as unfinished:
                 text = json.dumps(description)
                 check = {"bytes": index.stat().st_size, "crc32": zlib.crc32(text.encode())}
@@ -101,7 +109,7 @@ def _description(index: Path) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: Path | RemoteFile) -> Iterator[None]:
     """Raise an OSError inside the `with` statement as a DataError that names the shard."""
     try:
         yield
@@ -109,13 +117,13 @@ def reading(path: Path) -> Iterator[None]:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _index_folders(root: Path) -> list[Path]:
+def _index_folders(root: Path, *, is_remote: bool) -> list[Path]:
     place = hashlib.sha256(str(root).encode()).hexdigest()[:16]
+    beside = [] if is_remote else [root / INDEX_FOLDER]
     try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return [*beside, user_cache() / place]
     except RuntimeError:  # a user without a home folder
-        return [root / INDEX_FOLDER]
-    return [root / INDEX_FOLDER, cache / "megaclip" / place]
+        return beside
 
 
 def _writable(folder: Path) -> bool:

@@ -8,17 +8,22 @@ Folders whose names differ only in their numbers ("0", "class_11") are sorted by
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import shutil
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.captions import CaptionKeys
 from megaclip.data.image_folder import reason_to_leave_out, walk_folder
+from megaclip.data.remote import RemoteFile, copied, find_files, is_remote, user_cache
 from megaclip.data.source import UNREADABLE, Account, read_file
 from megaclip.data.tar_shards import TarShards
 from megaclip.errors import DataError, os_reason
+from megaclip.files import replacing
 from megaclip.logging import get_logger
 
 CLASS_NAMES_FILE = "classnames.txt"
@@ -115,13 +120,16 @@ def open_labelled(path: str | Path, *, max_bad_fraction: float | None = None) ->
     unreadable, or if too many images are left out.
     """
     folder = Path(path).expanduser()
-    if not folder.is_dir():
+    shards: list[RemoteFile] | None = None
+    if is_remote(path):
+        folder, shards = _copied_texts(str(path))
+    elif not folder.is_dir():
         raise DataError(
             f"zero-shot data {str(path)!r} is not a folder; expected a folder in CLIP_benchmark's layout, or one with "
             "an image folder per class"
         )
     try:
-        dataset = _open_folder(folder)
+        dataset = _open_folder(folder, shards)
     except OSError as error:
         raise DataError(f"cannot read zero-shot data {str(path)!r}: {os_reason(error)}") from error
     _warn_of_equal_names(folder, dataset.class_names)
@@ -145,8 +153,27 @@ def _warn_of_equal_names(folder: Path, names: list[str]) -> None:
         _logger.warning(text, folder, sum(counts.values()), len(names), _listed(list(counts)), CLASS_NAMES_FILE)
 
 
-def _open_folder(folder: Path) -> LabelledDataset:
-    shards = sorted(folder.glob("[!.]*.tar"), key=_by_number) or sorted(folder.glob("test/[!.]*.tar"), key=_by_number)
+def _copied_texts(url: str) -> tuple[Path, list[RemoteFile]]:
+    """Return a local folder with copies of the text files in a remote one, and its shards. Raises DataError."""
+    url = url.rstrip("/")
+    copies = [copied(file) for file in find_files(f"{url}/*.txt", ())]
+    try:
+        shards = find_files(f"{url}/*.tar", ())
+    except DataError:
+        shards = find_files(f"{url}/test/*.tar", ())
+    folder = user_cache() / "zero_shot" / hashlib.sha256(" ".join(map(str, copies)).encode()).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    for copy in copies:
+        with replacing(folder / copy.name, durable=False) as unfinished:
+            shutil.copyfile(copy, unfinished)
+    return folder, sorted(shards, key=lambda shard: _by_number(Path(shard.name)))
+
+
+def _open_folder(folder: Path, shards: Sequence[Path] | Sequence[RemoteFile] | None) -> LabelledDataset:
+    """shards: the tar shards, if they are remote."""
+    if shards is None:
+        shards = sorted(folder.glob("[!.]*.tar"), key=_by_number)
+        shards = shards or sorted(folder.glob("test/[!.]*.tar"), key=_by_number)
     templates = list(filter(None, _lines(folder / TEMPLATES_FILE))) or DEFAULT_TEMPLATES
     wrong = [template for template in templates if "{c}" not in template]
     if wrong:

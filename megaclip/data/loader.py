@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from megaclip.data.batch import PADDING_ID, EvaluationBatch, LabelledBatch, Trai
 from megaclip.data.images import ImageTransform
 from megaclip.data.order import MixtureOrder, SampleOrder, rank_positions
 from megaclip.data.reading import INSPECT_ADVICE, BadSampleLog, EvaluationReader, Loaded, ReadableSet, TrainReader
+from megaclip.data.shard_cache import ShardCache
 from megaclip.data.source import DEFAULT_MAX_BAD_FRACTION
 from megaclip.data.sources import PairDataset
 from megaclip.data.tokenizers import Tokenizer
@@ -43,6 +45,8 @@ class TrainLoader:
     a caller that does not keep them. Default: none is repeated.
     shard_order: see order.SampleOrder.
     max_bad_fraction: largest fraction of bad samples among those of this rank; above it, `next` raises DataError.
+    shard_cache, shard_cache_bytes: folder where the ranks of a host keep remote shards, and its limit, as for
+    `shard_cache.ShardCache`. Default: every sample is read by its range of bytes.
     pin_memory: yield batches in page-locked memory, for a trainer that copies them to its GPU itself (such as
     tools/bench_methods.py). `megaclip.engine` copies them into its own memory instead.
     """
@@ -64,6 +68,8 @@ class TrainLoader:
         shard_order: str = "shuffled",
         max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION,
         pin_memory: bool = False,
+        shard_cache: Path | None = None,
+        shard_cache_bytes: int | None = None,
     ) -> None:
         self.samples_per_step = micro_batch_size * micro_batches_per_step * world_size
         self.samples_consumed = samples_consumed
@@ -79,6 +85,13 @@ class TrainLoader:
         self._order = order = dataset.order(seed=seed, shard_order=shard_order)
         check_batch(self.samples_per_step, order)
         reader = TrainReader(dataset, transform, tokenizer, seed)
+        self._cache: ShardCache | None = None
+        if shards := dataset.remote_shards(shard_cache):
+            if shard_cache is None:
+                _logger.info("remote shards are read sample by sample; --shard-cache keeps whole ones on a local disk")
+            else:
+                start = self._needed_from()
+                self._cache = ShardCache(shard_cache, shard_cache_bytes, shards, order.shards_from, start)
         self._batches = map_in_workers(
             functools.partial(_load_train, order, reader, micro_batch_size, rank, world_size),
             _schedule(samples_consumed, self.samples_per_step, micro_batches_per_step, reread_from),
@@ -113,7 +126,13 @@ class TrainLoader:
         if self._taken == self.readings_per_step:
             self._taken = 0
             self.samples_consumed += self.samples_per_step
+            if self._cache is not None:
+                self._cache.advance(self._needed_from())
         return loaded.batch
+
+    def _needed_from(self) -> int:
+        """Return the first position that a rank of this host may still read. No rank is two steps behind another."""
+        return max(0, self.samples_consumed - 2 * self.samples_per_step)
 
     def ids_of_step(self, samples_consumed: int) -> torch.Tensor:
         """Return this rank's ids (b,) int64 of the step that begins at `samples_consumed`, in the order of its rows.
@@ -131,6 +150,8 @@ class TrainLoader:
     def close(self) -> None:
         """End the worker processes. Iterating afterwards stops at once."""
         self._batches.close()
+        if self._cache is not None:
+            self._cache.close()
 
 
 def _describe_row(dataset: ReadableSet, row: int) -> str:

@@ -17,7 +17,9 @@ NumPy version.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -79,6 +81,7 @@ class SampleOrder:
             raise DataError(f"shard_order is {shard_order!r}; use 'shuffled' or 'sequential'")
         self._sizes = np.asarray(shard_sizes, dtype=np.int64)
         self._bases = np.concatenate([[0], np.cumsum(self._sizes)])[:-1]
+        self.shard_count = len(self._sizes)
         self._seed = seed
         self._shuffled = shard_order == "shuffled"
         self.samples_per_epoch = int(self._sizes.sum())
@@ -109,6 +112,23 @@ class SampleOrder:
         slots = np.searchsorted(ends, shuffled, side="right")
         rows = shuffled - (ends[slots] - self._sizes[shards[slots]])
         return self._bases[shards[slots]] + rows
+
+    def shards_from(self, position: int) -> Iterator[tuple[int, int]]:
+        """Yield the shards in the order of their use from `position`, as (first position of the window, shard).
+
+        The sequence has no end, and a shard may come several times.
+        """
+        first_epoch, place = divmod(position, self.samples_per_epoch)
+        begin = place - place % self.window_size
+        for epoch in itertools.count(first_epoch):
+            shards, ends = self._laid_out(epoch if self._shuffled else 0)
+            for start in range(begin, self.samples_per_epoch, self.window_size):
+                end = min(start + self.window_size, self.samples_per_epoch)
+                slots = range(np.searchsorted(ends, start, "right"), np.searchsorted(ends, end, "left") + 1)
+                for shard in shards[slots]:
+                    if self._sizes[shard]:
+                        yield epoch * self.samples_per_epoch + start, int(shard)
+            begin = 0
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 (an order lives as long as its loader)
     def _laid_out(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -156,6 +176,15 @@ class MixtureOrder:
                 ids[chosen] += self._bases[number]
         return ids, epochs
 
+    def shards_from(self, position: int) -> Iterator[tuple[int, int]]:
+        """Yield the shards of all parts, as for `SampleOrder.shards_from`, numbered across the parts."""
+        base, parts = 0, []
+        for part, quota in zip(self._parts, self.quotas.tolist(), strict=True):
+            uses = part.shards_from(position // MIXTURE_BLOCK * quota)
+            parts.append(map(functools.partial(_in_mixture, quota, base), uses))
+            base += part.shard_count
+        return heapq.merge(*parts)
+
     def _owners(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the part that each position belongs to, and its position within that part."""
         blocks, offsets = np.divmod(positions, MIXTURE_BLOCK)
@@ -168,6 +197,11 @@ class MixtureOrder:
         # The slots of a part are numbered from 0, so each number occurs once per block.
         places = blocks * self.quotas[owners] + slots - (ends[owners] - self.quotas[owners])
         return owners, places
+
+
+def _in_mixture(quota: int, base: int, use: tuple[int, int]) -> tuple[int, int]:
+    """Return a use of a part's shard as one of a mixture: its block begins at the position that is returned."""
+    return use[0] // quota * MIXTURE_BLOCK, base + use[1]
 
 
 def block_quotas(weights: Sequence[float]) -> np.ndarray:

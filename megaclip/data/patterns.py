@@ -77,8 +77,10 @@ def refuse_special_files(pattern: str, paths: Sequence[str]) -> None:
 
 def _advice(pattern: str) -> str:
     """Return what to write instead of the URLs, pipes and '::' lists that webdataset and open_clip accept."""
-    if pattern.startswith("pipe:") or re.match(r"[a-z][a-z0-9+.-]*://", pattern, re.IGNORECASE):
-        return "; streaming is not supported: copy or mount the data and give its file names"
+    if pattern.startswith("pipe:"):
+        return "; pipes are not read: give the URL itself, such as s3://bucket/00000.tar"
+    if re.match(r"[a-z][a-z0-9+.-]*://", pattern, re.IGNORECASE):
+        return "; use s3://, gs://, hf://, http://, https://, abfs://, or copy or mount the data"
     if "::" in pattern:
         return f"; separate several datasets by spaces: {' '.join(pattern.split('::'))}"
     return ""

@@ -24,10 +24,12 @@ from megaclip.data.image_folder import ImageFolder, walk_folder
 from megaclip.data.images import IMAGE_EXTENSIONS, is_image_name
 from megaclip.data.order import MixtureOrder, SampleOrder, block_quotas
 from megaclip.data.patterns import expand_pattern, refuse_special_files
+from megaclip.data.remote import RemoteFile, copied, find_files, is_remote
+from megaclip.data.shard_cache import RemoteShards
 from megaclip.data.source import BESIDE, Account, ReadingOptions, Source
 from megaclip.data.tables import METADATA_FILES, TABLE_TYPES, Table, open_table
 from megaclip.data.tar_shards import TarShards
-from megaclip.errors import DataError, os_reason
+from megaclip.errors import DataError, os_reason, public
 
 DATASET_TYPES = ("auto", "webdataset", *TABLE_TYPES)
 _TYPE_OF_SUFFIX = {
@@ -112,6 +114,18 @@ class PairDataset:
         ]
         return MixtureOrder(parts, self.weights, seed=seed)
 
+    def remote_shards(self, cache: Path | None) -> dict[int, RemoteFile]:
+        """Return the remote tar shards by their number, and read those in the folder `cache` from there from now on."""
+        found, first = dict[int, RemoteFile](), 0
+        for source in self._sources:
+            shards = _remote(source)
+            if shards is not None:
+                shards.cache = cache
+                used = np.flatnonzero(source.shard_sizes).tolist()
+                found |= {first + number: shards.files[number] for number in used}
+            first += len(source.shard_sizes)
+        return found
+
     @property
     def accounts(self) -> list[Account]:
         """Number of files, members or rows of each source, and what became of them."""
@@ -127,9 +141,12 @@ class PairDataset:
 
         The result is unchanged by a round trip through JSON.
         """
-        sources = [
+        sources: list[dict[str, Any]] = [
             {"type": source.kind, "files": source.manifest(), "checksum": source.checksum} for source in self._sources
         ]
+        for source, described in zip(self._sources, sources, strict=True):
+            if (shards := _remote(source)) is not None:
+                described["versions"] = {str(file): file.version for file in shards.files}
         return {"samples": len(self), "weights": self.weights, "sources": sources}
 
     def _place(self, sample_id: int) -> tuple[Source, int]:
@@ -138,6 +155,11 @@ class PairDataset:
         number = int(np.searchsorted(self._ends, sample_id, side="right"))
         source = self._sources[number]
         return source, sample_id - (int(self._ends[number]) - len(source))
+
+
+def _remote(source: Source) -> RemoteShards | None:
+    """Return the tar shards of a source that are remote, or None for local data."""
+    return getattr(source, "remote", None)
 
 
 def _held_out_rows(source: Source, fraction: float) -> np.ndarray:
@@ -154,6 +176,7 @@ class _PartOfSource:
         """rows: (n,) int64, ascending. name: name of the part, for the checksum."""
         self._source, self._rows = source, rows
         self.kind, self.account, self.columns = source.kind, source.account, source.columns
+        self.remote = _remote(source)
         self.checksum = f"{source.checksum} {name}"
         ends = np.cumsum(source.shard_sizes)
         self.shard_sizes = np.diff(np.searchsorted(rows, ends), prepend=0)
@@ -188,7 +211,8 @@ def open_pairs(
     """Open training or validation pairs, and log how much of each source is in samples, and what is left out.
 
     specs: each a brace or glob pattern of tar, parquet, CSV, TSV or JSON-lines files, a folder (of such files, of
-    images with a metadata file, or saved by HF `datasets`), or `hf:NAME[:SPLIT[:CONFIG]]` for a hub dataset.
+    images with a metadata file or saved by HF `datasets`), the URL of such files or of their folder, or
+    `hf:NAME[:SPLIT[:CONFIG]]` for a hub dataset.
     weights: one per spec, for a mixture. Default: every sample comes once per epoch.
     dataset_type, image_key, caption_key, image_root: `ReadingOptions` describes them.
     id_key: "caption", "image" or the column of a table: pairs with the same one have the same id.
@@ -205,10 +229,18 @@ def open_pairs(
     options = ReadingOptions(dataset_type, image_key, caption_key, image_root, id_column)
     sources = [_open_readable(spec, options) for spec in specs]
     for spec, source in zip(specs, sources, strict=True):
-        source.account.report(f"data {spec!r}", len(source), max_bad_fraction)
+        source.account.report(f"data {public(spec)!r}", len(source), max_bad_fraction)
     dataset = PairDataset(sources, weights)
     dataset.id_key = id_key
     return dataset
+
+
+def data_files(spec: str) -> Sequence[str | RemoteFile]:
+    """Return the files that a path or URL with braces or a glob names. Raises DataError if one is missing.
+
+    A local folder is returned as it is. For the URL of a folder, the files of the first known type are returned.
+    """
+    return find_files(spec, tuple(_TYPE_OF_SUFFIX)) if is_remote(spec) else expand_pattern(spec)
 
 
 def check_manifest(saved: dict[str, Any], current: dict[str, Any]) -> None:
@@ -221,6 +253,14 @@ def check_manifest(saved: dict[str, Any], current: dict[str, Any]) -> None:
                 f"the checkpoint was trained on data with {was} as {what}, now it is {now}; resume with the data of "
                 "the checkpoint, or start a new run"
             )
+    for number, (old, new) in enumerate(zip(saved.get("sources", []), current["sources"], strict=True)):
+        now = new.get("versions", {})
+        for url, version in old.get("versions", {}).items():  # equal data may be at another place meanwhile
+            if now.get(url, version) != version:
+                raise DataError(
+                    f"dataset {number}: {url} was changed after the checkpoint: it had version {version!r}, now "
+                    f"{now[url]!r}; restore it, or start a new run"
+                )
 
 
 def _facts(manifest: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -242,7 +282,7 @@ def _open_readable(spec: str, options: ReadingOptions) -> Source:
     try:
         source = _open_source(spec, options)
     except OSError as error:
-        raise DataError(f"cannot read data {spec!r}: {os_reason(error)}") from error
+        raise DataError(f"cannot read data {public(spec)!r}: {os_reason(error)}") from error
     if options.id_column is not None and not isinstance(source, Table):
         raise DataError(
             f"data {spec!r} has no columns, and --id-key is {options.id_column!r}; use 'caption' or 'image', or "
@@ -252,14 +292,20 @@ def _open_readable(spec: str, options: ReadingOptions) -> Source:
 
 
 def _open_source(spec: str, options: ReadingOptions) -> Source:
-    if spec.startswith("hf:") or options.dataset_type == "hub":
+    if (spec.startswith("hf:") and not is_remote(spec)) or options.dataset_type == "hub":
         return open_table([spec.removeprefix("hf:")], "hub", options)
-    kind, paths, beside = options.dataset_type, expand_pattern(spec), list[str]()
+    found = data_files(spec)
+    spec, paths, files = public(spec), list(map(str, found)), [file for file in found if isinstance(file, RemoteFile)]
+    kind, beside = options.dataset_type, list[str]()
     if len(paths) == 1 and os.path.isdir(paths[0]):
         kind, paths, beside = _look_into(paths[0], kind)
     else:
         _refuse_folders_and_compressed_tars(spec, paths)
         kind = _type_of_files(spec, paths) if kind == "auto" else kind
+    if files and kind not in _TYPE_OF_SUFFIX.values():
+        raise DataError(f"data {spec!r}: --dataset-type {kind} is read from local folders only; copy the data")
+    if files and kind != "webdataset":
+        paths = [str(copied(file)) for file in files]
     source: Source
     if kind not in ("webdataset", "imagefolder"):
         source = open_table(paths, kind, options)
@@ -268,7 +314,7 @@ def _open_source(spec: str, options: ReadingOptions) -> Source:
     else:
         keys, extensions = CaptionKeys.parse(options.caption_key), _extensions(options.image_key)
         if kind == "webdataset":
-            source = TarShards(paths, image_extensions=extensions, caption_keys=keys)
+            source = TarShards(files or paths, image_extensions=extensions, caption_keys=keys)
         else:
             source = ImageFolder(paths[0], image_extensions=extensions, caption_keys=keys)
     for path in source.account.see(beside):

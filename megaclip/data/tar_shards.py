@@ -27,6 +27,8 @@ from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.captions import JSON, TEXT_FILES, CaptionKeys, check_fields, json_record, text_fields
 from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.index import open_index, reading
+from megaclip.data.remote import THREADS, RemoteFile
+from megaclip.data.shard_cache import RemoteShards
 from megaclip.data.source import UNREADABLE, Account, check_size, counted
 from megaclip.data.tar_walk import ENTRY, MISSING, ShardContents, walk_shard
 from megaclip.errors import DataError
@@ -47,13 +49,19 @@ class TarShards:
 
     def __init__(
         self,
-        paths: Sequence[str | Path],
+        paths: Sequence[str | Path] | Sequence[RemoteFile],
         *,
         image_extensions: Sequence[str] = (),
         caption_keys: CaptionKeys = TEXT_FILES,
     ) -> None:
-        """image_extensions: extensions of the images. Default: IMAGE_EXTENSIONS, and others are read by content."""
-        self._paths = [Path(path).absolute() for path in paths]
+        """paths: all local, or all remote.
+
+        image_extensions: extensions of the images. Default: IMAGE_EXTENSIONS, and others are read by content.
+        """
+        files = [path for path in paths if isinstance(path, RemoteFile)]
+        self.remote = RemoteShards(files) if files else None
+        """The shards, if they are remote."""
+        self._paths: Sequence[RemoteFile] | Sequence[Path] = files or [Path(str(path)).absolute() for path in paths]
         self._image_extensions, self._caption_keys = tuple(image_extensions or IMAGE_EXTENSIONS), caption_keys
         by_content = not image_extensions
         self._index, description = _open_index(self._paths, self._image_extensions, caption_keys.extensions, by_content)
@@ -137,6 +145,8 @@ class TarShards:
         if size == MISSING:
             raise BadSample(f"missing {what}", key)
         check_size(what, size, key)
+        if self.remote is not None:
+            return self.remote.read(shard, offset, size)
         try:
             content = os.pread(self._file(shard), size, offset)
         except OSError as error:
@@ -149,7 +159,7 @@ class TarShards:
         """Return the file descriptor of a shard. Above a limit, the least recently used one is closed."""
         descriptor = self._files.pop(shard, None)
         if descriptor is None:
-            descriptor = os.open(self._paths[shard], os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(str(self._paths[shard]), os.O_RDONLY | os.O_CLOEXEC)
             if len(self._files) >= _OPEN_SHARDS:
                 os.close(self._files.pop(next(iter(self._files))))
         self._files[shard] = descriptor
@@ -218,7 +228,10 @@ class TarShards:
 
 
 def _open_index(
-    paths: list[Path], image_extensions: tuple[str, ...], caption_extensions: tuple[str, ...], by_content: bool
+    paths: Sequence[RemoteFile] | Sequence[Path],
+    image_extensions: tuple[str, ...],
+    caption_extensions: tuple[str, ...],
+    by_content: bool,
 ) -> tuple[Path, dict[str, Any]]:
     """Return the path of the .npy file of these shards' index, and its description. Makes it if there is none."""
 
@@ -230,16 +243,19 @@ def _open_index(
 
 
 def _walk_all(
-    paths: list[Path], image_extensions: tuple[str, ...], caption_extensions: tuple[str, ...], by_content: bool
+    paths: Sequence[RemoteFile] | Sequence[Path],
+    image_extensions: tuple[str, ...],
+    caption_extensions: tuple[str, ...],
+    by_content: bool,
 ) -> list[ShardContents]:
     """Walk every shard, in threads, which hide the latency of remote disks. Parsing is not parallel."""
     began = time.monotonic()
 
-    def walk(path: Path) -> ShardContents:
+    def walk(path: Path | RemoteFile) -> ShardContents:
         with reading(path):
             return walk_shard(path, image_extensions, caption_extensions, by_content=by_content)
 
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    with concurrent.futures.ThreadPoolExecutor(THREADS if isinstance(paths[0], RemoteFile) else 4) as pool:
         contents = list(pool.map(walk, paths))
     samples = sum(len(shard.entries) for shard in contents)
     _logger.info("indexed %s samples in %d shards in %.1f s", f"{samples:,}", len(paths), time.monotonic() - began)

@@ -11,13 +11,15 @@ import dataclasses
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from megaclip.data.images import HEAD_BYTES, image_kind
+from megaclip.data.remote import ReadAhead, RemoteFile
 from megaclip.data.source import DOTTED, HIDDEN, LINK, OTHER, REPEATED, SPARE, UNREADABLE, Account
 
 BLOCK = 512
@@ -71,8 +73,16 @@ class _Damaged(Exception):
     """Raised if the rest of the shard cannot be read."""
 
 
+_Read = Callable[[int, int], bytes]
+"""Function of (number of bytes, offset) that returns the bytes, fewer at the end of the file."""
+
+
 def walk_shard(
-    path: Path | str, image_extensions: Sequence[str], caption_extensions: Sequence[str], *, by_content: bool = False
+    path: Path | str | RemoteFile,
+    image_extensions: Sequence[str],
+    caption_extensions: Sequence[str],
+    *,
+    by_content: bool = False,
 ) -> ShardContents:
     """Index one shard.
 
@@ -85,9 +95,9 @@ def walk_shard(
     others: dict[str, tuple[int, int]] = {}
     links: list[tuple[bytes, bytes, str]] = []
     account, damage = Account("members"), ""
-    with open(path, "rb") as file:
+    with _opened(path) as (read, end):
         try:
-            for name, offset, size in account.see(_members(file)):
+            for name, offset, size in account.see(_members(read, end)):
                 key, extension = _split_name(name)
                 group = samples if extension in wanted else rest
                 if offset == MISSING:
@@ -117,7 +127,7 @@ def walk_shard(
                     account.leave_out(DOTTED if could_be else OTHER, _shown(name), lost=lost)
                 elif has_image or not by_content:
                     account.leave_out(OTHER, _shown(name))
-                elif (kind := image_kind(os.pread(file.fileno(), min(size, HEAD_BYTES), offset))) == "readable":
+                elif (kind := image_kind(read(min(size, HEAD_BYTES), offset))) == "readable":
                     samples.setdefault(key, {})[_RECOGNISED + extension] = (offset, size)
                     has_image = True
                 else:
@@ -145,6 +155,16 @@ def walk_shard(
     return ShardContents(np.array(rows, dtype=ENTRY), damage, account, +images, +captions, others)
 
 
+@contextmanager
+def _opened(path: Path | str | RemoteFile) -> Iterator[tuple[_Read, int]]:
+    """Yield a function that reads the shard, and its size in bytes."""
+    if isinstance(path, RemoteFile):
+        yield ReadAhead(path).read, path.size
+        return
+    with open(path, "rb") as file:
+        yield partial(os.pread, file.fileno()), os.fstat(file.fileno()).st_size
+
+
 def _shown(name: bytes) -> str:
     return name.decode("utf-8", "replace")
 
@@ -159,18 +179,17 @@ def _split_name(name: bytes) -> tuple[bytes, str]:
     return directory + slash + stem, extension.decode("utf-8", "replace").lower()
 
 
-def _members(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
+def _members(read: _Read, end: int) -> Iterator[tuple[bytes, int, int]]:
     """Yield name, offset and size of every complete regular file. The offset of links and devices is MISSING.
 
     The standard library's tarfile takes three times as long and raises an exception at the first bad header. Supported
     are ustar, GNU long names and sizes, and pax headers, which cover every common writer.
     """
-    end = os.fstat(file.fileno()).st_size
     place, extended = 0, dict[bytes, bytes]()
     while place < end:
-        header = _read(file, place, BLOCK)
+        header = _read(read, place, BLOCK)
         if header.count(0) == BLOCK:
-            if os.pread(file.fileno(), _CHECKED_AFTER_END, place).strip(b"\0"):
+            if read(_CHECKED_AFTER_END, place).strip(b"\0"):
                 raise _Damaged(
                     f"data after the end of the archive at byte {place}: samples in it are left out; join archives "
                     "with tar --concatenate"
@@ -184,7 +203,7 @@ def _members(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
         if kind in (b"x", b"L"):
             if size > _MAX_EXTENSION_HEADER:
                 raise _Damaged(f"an extended header of {size} bytes at byte {place}")
-            content = _read(file, place, size)
+            content = _read(read, place, size)
             extended |= _pax(content) if kind == b"x" else {b"path": content.rstrip(b"\0")}
         elif kind not in (b"g", b"K"):
             size = int(extended.get(b"size", size))
@@ -198,8 +217,8 @@ def _members(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
     raise _Damaged(f"no end of the archive at byte {end}: samples after it may be missing")
 
 
-def _read(file: BinaryIO, place: int, size: int) -> bytes:
-    content = os.pread(file.fileno(), size, place)
+def _read(read: _Read, place: int, size: int) -> bytes:
+    content = read(size, place)
     if len(content) < size:
         raise _Damaged(f"cut off at byte {place + len(content)}")
     return content

@@ -207,7 +207,7 @@ class BestCheckpoint:
         """
         self._folder = folder
         self._file = folder / FILE
-        self._data = _Data.model_validate(arguments.model_dump(include=set(_Data.model_fields)))
+        self._data = _Data.model_validate({name: arguments.recorded()[name] for name in _Data.model_fields})
         self._run = ""
         self._record: _Record | None = None
 

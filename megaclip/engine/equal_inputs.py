@@ -28,11 +28,12 @@ _PATHS = {
     "pretrained_image",
     "pretrained_text",
     "data_offload_dir",
+    "shard_cache",
     "logs",
     "resume",
 }
 """Flags with paths, which may differ between hosts. Content that must be equal is compared instead."""
-_PER_RANK = {"set", "name", "workers", "local_rank", "debug_traceback"}
+_PER_RANK = {"set", "name", "workers", "shard_cache_gb", "local_rank", "debug_traceback"}
 """Other flags that may differ. Only the first rank's --name is used. ds_config.json is compared with --set."""
 
 

@@ -134,7 +134,7 @@ class Run:
         self.folder = folder
         self.length = RunLength.of(arguments, len(inputs.train), batch_layout.global_batch)
         self.last_step = min(self.length.total_steps, arguments.stop_after_steps or self.length.total_steps)
-        self.settings = {"arguments": arguments.model_dump(), "ds_config": inputs.config.deepspeed}
+        self.settings = {"arguments": arguments.recorded(), "ds_config": inputs.config.deepspeed}
         self.trainer = Trainer(arguments, inputs, batch_layout, self.length, memory_plan)
         identity = describe_run(inputs, arguments, batch_layout, self.length.total_steps)
         self.checkpoints = Checkpoints(folder, arguments, self.trainer, identity, self.settings)

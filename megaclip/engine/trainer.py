@@ -129,6 +129,8 @@ class Trainer:
                 samples_consumed=self.samples_consumed,
                 shard_order=arguments.shard_order,
                 max_bad_fraction=arguments.max_bad_fraction,
+                shard_cache=Path(arguments.shard_cache) if arguments.shard_cache else None,
+                shard_cache_bytes=int(arguments.shard_cache_gb * 1e9) if arguments.shard_cache_gb else None,
             )
         number = batch.accumulation if place.keeps else min(WINDOW, loader.readings_per_step)
         slots = ImageSlots(

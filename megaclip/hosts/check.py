@@ -19,8 +19,8 @@ from deepspeed.accelerator import get_accelerator
 from pydantic import BaseModel
 
 import megaclip
-from megaclip.data.patterns import expand_pattern
-from megaclip.errors import DataError, first_line
+from megaclip.data.sources import data_files
+from megaclip.errors import DataError, first_line, public
 from megaclip.logging import local_rank_from_environment
 from megaclip.zero.op_builds import is_built
 
@@ -96,8 +96,8 @@ def report(*, shared: Path | None, sign: str, min_free_gib: float, data: Sequenc
             own.problems.append(f"{free_gib:.1f} GiB free in --logs, {advice}")
         for pattern in data:
             try:
-                if not pattern.startswith("hf:"):
-                    own.properties[f"data {pattern}"] = f"{len(expand_pattern(pattern))} files"
+                if not pattern.startswith("hf:") or pattern.startswith("hf://"):
+                    own.properties[f"data {public(pattern)}"] = f"{len(data_files(pattern))} files"
             except (DataError, OSError) as error:
                 own.problems.append(f"{first_line(error)}; mount the data under the same path on all hosts")
     return own

@@ -829,8 +829,11 @@ def test_the_lines_of_class_names_belong_to_the_numbers_of_folders(tmp_path, cap
     ("spec", "advice"),
     [
         ("a.tar::b/{0..3}.tar", "separate several datasets by spaces: a.tar b/{0..3}.tar"),
-        ("s3://bucket/{00..09}.tar", "streaming is not supported: copy or mount the data"),
-        ("pipe:aws s3 cp s3://bucket/0.tar -", "streaming is not supported"),
+        ("ftp://host/{00..09}.tar", "use s3://, gs://, hf://, http://, https://, abfs://, or copy or mount the data"),
+        (
+            "pipe:aws s3 cp s3://bucket/0.tar -",
+            "pipes are not read: give the URL itself, such as s3://bucket/00000.tar",
+        ),
     ],
 )
 def test_urls_pipes_and_lists_are_errors_with_advice(spec, advice):

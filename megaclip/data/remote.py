@@ -1,0 +1,274 @@
+"""Read files of object stores and web servers with fsspec: list them, read ranges of bytes, and copy whole files.
+
+Credentials come from the backends' own configuration. A URL may contain secrets too (user names, the signature in the
+query of a presigned URL), so messages and records contain `public(url)` only.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+
+from megaclip.data.patterns import expand_braces
+from megaclip.errors import DataError, first_line, public
+from megaclip.files import replacing
+
+SCHEMES = {
+    "s3": ("s3", "s3fs"),
+    "gs": ("gs", "gcsfs"),
+    "hf": ("hf", "huggingface_hub"),
+    "http": ("http", "aiohttp"),
+    "https": ("http", "aiohttp"),
+    "abfs": ("abfs", "adlfs"),
+    "abfss": ("abfs", "adlfs"),
+}
+"""Scheme of a URL -> the extra of this package that installs its backend, and the backend."""
+BLOCK_BYTES = 8 << 20
+"""Largest number of bytes that are read with one request."""
+THREADS = 32
+"""Number of files that are looked up or indexed at the same time."""
+
+_ATTEMPTS, _FIRST_PAUSE_S = 8, 0.2
+"""Number of attempts of a request. The pause doubles after each, so that a store may fail for 25 seconds."""
+_SILENCE_S = 30
+"""Seconds without a byte after which a request counts as failed."""
+_FEW_FILES = 8
+"""Number of files of a folder that are looked up one by one."""
+_SMALL_BLOCK, _FIRST_BLOCK, _LONG_GAP = 64 << 10, 512 << 10, 1 << 20
+"""Bytes that ReadAhead reads after a long gap, half of those that it reads first, and the length of a long gap. A
+request takes about as long as the transfer of a long gap."""
+_VERSION_KEYS = ("ETag", "etag", "generation", "blob_id", "LastModified", "last_modified", "Last-Modified", "updated")
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteFile:
+    """A file of an object store or web server, as it was when it was looked up."""
+
+    url: str
+    """Its URL, perhaps with secrets."""
+    size: int
+    """Number of bytes."""
+    version: str
+    """ETag, generation, or else the date of the last change; "" if the store has none of these."""
+
+    def __str__(self) -> str:
+        return public(self.url)
+
+    @property
+    def name(self) -> str:
+        """Last part of the path, without secrets."""
+        return str(self).rpartition("/")[2]
+
+    @property
+    def cache_name(self) -> str:
+        """File name of a local copy of this version."""
+        return hashlib.sha256(f"{self} {self.size} {self.version}".encode()).hexdigest()[:32]
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return the bytes from `start` to `end`. Raises DataError if they cannot be read after several attempts."""
+
+        def once() -> bytes:
+            system, path = _open(self.url)
+            content = system.cat_file(path, start=start, end=end)
+            if len(content) == self.size != end - start:
+                raise DataError("the server ignores ranges of bytes, which reading requires: copy the data elsewhere")
+            if len(content) != end - start:
+                raise OSError(f"{len(content)} of {end - start} bytes were received")
+            return content
+
+        return retried(once, f"bytes {start} to {end} of {self}") if end > start else b""
+
+    def require_unchanged(self) -> None:
+        """Raise DataError if the file is another one than when it was looked up."""
+        now = look_up(self.url)
+        if (now.size, now.version) != (self.size, self.version):
+            raise DataError(
+                f"{self} has changed since the run began: it had {self.size} bytes and version {self.version!r}, now "
+                f"{now.size} bytes and version {now.version!r}; restore it, or start a new run"
+            )
+
+
+class ReadAhead:
+    """Reader of a file that is read from front to back, with gaps, as headers of a tar file are.
+
+    Blocks grow while the gaps are short, up to one sequential read. After a long gap they are small.
+    """
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file = file
+        self._start, self._content = 0, b""
+        self._block = _FIRST_BLOCK
+
+    def read(self, size: int, offset: int) -> bytes:
+        """Return `size` bytes at `offset`, fewer at the end of the file. Raises DataError."""
+        end = min(offset + size, self._file.size)
+        held = self._start + len(self._content)
+        if not self._start <= offset <= end <= held:
+            is_near = self._start <= offset <= held + _LONG_GAP
+            self._block = min(2 * self._block, BLOCK_BYTES) if is_near else _SMALL_BLOCK
+            self._start = offset
+            self._content = self._file.read(offset, min(max(end, offset + self._block), self._file.size))
+        return self._content[offset - self._start : end - self._start]
+
+
+def is_remote(spec: str | os.PathLike) -> bool:
+    """Return whether data are named by a URL that this module reads."""
+    return isinstance(spec, str) and spec.partition("://")[0].lower() in SCHEMES and "://" in spec
+
+
+def retried(attempt: Callable[[], _T], what: str) -> _T:
+    """Return `attempt()`. After an error that may pass, it is called again, with growing pauses.
+
+    Raises DataError, without secrets. what: what is read, for the message.
+    """
+    for number in range(_ATTEMPTS):
+        if number:
+            time.sleep(_FIRST_PAUSE_S * 2 ** (number - 1) * random.uniform(0.75, 1.25))
+        try:
+            return attempt()
+        except DataError as error:
+            raise DataError(f"cannot read {what}: {error}") from None
+        except Exception as error:  # every backend has its own types; they are not chained, as they may show secrets
+            failure: BaseException = error
+            if isinstance(error, FileNotFoundError) and type(error.__cause__).__module__.startswith("aiohttp"):
+                failure = error.__cause__ or error  # fsspec's HTTP backend reports every failure as a missing file
+            status = getattr(failure, "status", None)
+            if isinstance(failure, FileNotFoundError) or status in (404, 410):
+                raise DataError(f"cannot read {what}: it does not exist") from FileNotFoundError(what)
+            reason = f"{type(failure).__name__}: {public(first_line(failure))}"
+            if isinstance(failure, PermissionError) or status in (401, 403):
+                raise DataError(
+                    f"cannot read {what}: {reason}; check the credentials that the backend finds"
+                ) from PermissionError(what)
+    raise DataError(f"cannot read {what} after {_ATTEMPTS} attempts: {reason}") from OSError(reason)
+
+
+def look_up(url: str, *, fresh: bool = True) -> RemoteFile:
+    """Return the file of a URL with its size and version. Raises DataError if it is missing or cannot be read.
+
+    fresh: do not use what a listing of its folder has returned.
+    """
+
+    def once() -> dict[str, Any]:
+        system, path = _open(url)
+        if fresh:
+            system.invalidate_cache()
+        return system.info(path)
+
+    info = retried(once, public(url))
+    if info.get("size") is None or info.get("type") == "directory":
+        raise DataError(f"{public(url)} is a folder, or its server does not report its size; give a file")
+    version = next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
+    return RemoteFile(url, int(info["size"]), version.strip('"'))
+
+
+def find_files(spec: str, suffixes: Sequence[str]) -> list[RemoteFile]:
+    """Return the files of a URL with braces or a glob, or the files of one kind in a folder.
+
+    suffixes: ends of the names in a folder; the first one that it has is the kind.
+    The files are in the order of the braces; the matches of a glob are sorted. Raises DataError if one is missing.
+    """
+    _open(spec)  # raises the error of a backend that is not installed
+    urls = []
+    for url in expand_braces(spec):
+        if "." not in public(url).partition("://")[2].partition("/")[2].rpartition("/")[2]:  # a folder
+            listed = _glob(url.rstrip("/") + "/*")
+            by_suffix = ([name for name in listed if public(name).lower().endswith(end)] for end in suffixes)
+            urls += next(filter(None, by_suffix), [])
+        elif any(character in url.partition("?")[0] for character in "*["):
+            urls += _glob(url)
+        else:
+            urls.append(url)
+    if not urls:
+        raise DataError(f"data {public(spec)!r}: no file matches") from FileNotFoundError()
+    _list_folders(urls)
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(functools.partial(look_up, fresh=False), urls))
+
+
+def copied(file: RemoteFile) -> Path:
+    """Return a copy of the whole file in the user's cache. Only the first call downloads it. Raises DataError."""
+    path = user_cache() / "files" / file.cache_name / file.name
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            download(file, path)
+    except OSError as error:
+        raise DataError(f"cannot copy {file} to {path}: {error.strerror or error}") from error
+    return path
+
+
+def download(file: RemoteFile, path: Path) -> None:
+    """Copy a file. A reader of `path` sees the whole file or none. Raises DataError or OSError."""
+    with replacing(path, durable=False) as unfinished:
+        with unfinished.open("wb") as stream:
+            for start in range(0, file.size, BLOCK_BYTES):
+                stream.write(file.read(start, min(start + BLOCK_BYTES, file.size)))
+        file.require_unchanged()
+
+
+def user_cache() -> Path:
+    """Return the folder of this package in the user's cache. Raises RuntimeError for a user without a home folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megaclip"
+
+
+def _is_http(url: str) -> bool:
+    return url.lower().startswith("http")
+
+
+def _open(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system of a URL, and its path there. A forked process gets its own connections.
+
+    Raises DataError if the backend is not installed.
+    """
+    scheme = url.partition("://")[0].lower()
+    extra, backend = SCHEMES[scheme]
+    options: dict[str, Any] = {}
+    try:
+        if _is_http(url):
+            import aiohttp
+
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
+            options["client_kwargs"] = {"timeout": timeout}
+        return fsspec.core.url_to_fs(url, **options)
+    except ImportError:
+        raise DataError(
+            f"{scheme}:// requires the package {backend}, which is not installed; pip install 'megaclip[{extra}]'"
+        ) from None
+
+
+def _glob(url: str) -> list[str]:
+    """Return the sorted URLs that match a glob. Raises DataError."""
+
+    def once() -> list[str]:
+        system, path = _open(url)
+        return sorted(system.unstrip_protocol(name) for name in system.glob(path))
+
+    return retried(once, public(url))
+
+
+def _list_folders(urls: Sequence[str]) -> None:
+    """List the folders of many files, so that an object store answers their look-ups from one request in 1,000."""
+    folders: dict[str, int] = {}
+    for url in urls:
+        folder = url.rpartition("/")[0]
+        folders[folder] = folders.get(folder, 0) + 1
+    for folder, count in folders.items():
+        if count >= _FEW_FILES and not _is_http(folder):
+            system, path = _open(folder)
+            try:
+                system.ls(path, detail=True)
+            except Exception:  # without the right to list, each file is looked up
+                return

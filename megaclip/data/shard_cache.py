@@ -1,0 +1,206 @@
+"""Read members of remote tar shards: from the host's cache of whole shards, or else by ranges of bytes.
+
+The order of the samples is known, so the cache needs no guess. At any time it holds the shards that are needed next, as
+many as fit: one process per host downloads them in the order of their use, and first deletes those that are not among
+them. The data workers never wait for it: a member whose shard is not in the cache is read by its range.
+
+Every rank starts such a process. The one that gets the lock on the folder works; if it ends, another one takes over.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from megaclip.data.forking import CheckedForkContext
+from megaclip.data.remote import RemoteFile, download
+from megaclip.errors import DataError
+from megaclip.logging import get_logger
+
+SUFFIX = ".shard"
+"""End of the names of the cached files."""
+_DOWNLOADS = 8
+_POLL_S = 0.2
+_AFTER_ERROR_S = 30.0
+"""Seconds until a shard that could not be downloaded is tried again."""
+_READ_AHEAD = 8 << 10
+"""Bytes that are read after a member, because the caption usually follows the image."""
+_CHECKED_FOR_S = 60.0
+"""Seconds after which a shard that is read by ranges is checked for changes again."""
+
+_logger = get_logger(__name__)
+
+
+class RemoteShards:
+    """Bytes of a list of remote shards."""
+
+    def __init__(self, files: list[RemoteFile]) -> None:
+        self.files = files
+        self.cache: Path | None = None
+        """Folder of the cached shards, or None if there is no cache."""
+        self._checked: dict[int, float] = {}
+        self._held = (-1, 0, b"")
+        """Shard and offset of the bytes that were read last, and these bytes."""
+
+    def read(self, shard: int, offset: int, size: int) -> bytes:
+        """Return the bytes of a member. Raises DataError if they cannot be read or the shard has changed."""
+        file = self.files[shard]
+        if self.cache is not None:
+            try:
+                # Not kept open: the disk space of a deleted file is free when the last process has closed it.
+                descriptor = os.open(self.cache / (file.cache_name + SUFFIX), os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                pass
+            else:
+                try:
+                    return os.pread(descriptor, size, offset)
+                finally:
+                    os.close(descriptor)
+        held, start, content = self._held
+        if held != shard or not start <= offset <= offset + size <= start + len(content):
+            start, content = offset, file.read(offset, min(offset + size + _READ_AHEAD, file.size))
+            now = time.monotonic()
+            if now > self._checked.get(shard, -_CHECKED_FOR_S) + _CHECKED_FOR_S:
+                file.require_unchanged()
+                self._checked[shard] = now
+            self._held = (shard, start, content)
+        return content[offset - start : offset - start + size]
+
+
+class ShardCache:
+    """The process that keeps the next shards of a training run in a folder. `position` is where the run is."""
+
+    def __init__(
+        self,
+        folder: Path,
+        limit: int | None,
+        files: dict[int, RemoteFile],
+        shards_from: Callable[[int], Iterator[tuple[int, int]]],
+        position: int,
+    ) -> None:
+        """limit: bytes in the folder. Default: half of its disk. files: number of a shard -> the shard.
+
+        shards_from: as `SampleOrder.shards_from`. Raises DataError if the folder cannot be used.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            limit = shutil.disk_usage(folder).total // 2 if limit is None else limit
+        except OSError as error:
+            raise DataError(f"--shard-cache {folder}: {error.strerror or error}; give a writable folder") from error
+        context = CheckedForkContext()
+        self._position = context.RawValue("q", position)
+        fetcher = _Fetcher(folder, limit, files, shards_from, self._position, os.getpid())
+        self._process: Any = context.Process(target=fetcher.run, daemon=True)
+        self._process.start()
+
+    def advance(self, position: int) -> None:
+        """Set the first position whose samples are still needed."""
+        self._position.value = position
+
+    def close(self) -> None:
+        """End the process. The files stay for the next run."""
+        self._process.kill()
+        self._process.join()
+
+
+class _Fetcher:
+    """The work of the process of `ShardCache`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        limit: int,
+        files: dict[int, RemoteFile],
+        shards_from: Callable[[int], Iterator[tuple[int, int]]],
+        position: Any,
+        parent: int,
+    ) -> None:
+        self._folder, self._limit, self._files = folder, limit, files
+        self._shards_from, self._position, self._parent = shards_from, position, parent
+        self._running: dict[concurrent.futures.Future, int] = {}
+        self._failed: dict[int, float] = {}
+        """Shard that could not be downloaded -> when it is tried again."""
+        self._has_warned = False
+
+    def run(self) -> None:
+        """Download and delete shards until the parent process has ended."""
+        lock = FileLock(self._folder / "lock", fallback_to_soft=False)
+        while True:
+            self._end_with_parent()
+            try:
+                lock.acquire(timeout=0)
+                break
+            except Timeout:
+                time.sleep(_POLL_S)
+        for left in self._folder.glob(f".*{SUFFIX}.*.tmp"):  # of a process that was killed
+            left.unlink(missing_ok=True)
+        with concurrent.futures.ThreadPoolExecutor(_DOWNLOADS) as pool:
+            while True:
+                self._end_with_parent()
+                self._update(pool)
+                if self._running:
+                    concurrent.futures.wait(self._running, _POLL_S, concurrent.futures.FIRST_COMPLETED)
+                else:
+                    time.sleep(_POLL_S)
+
+    def _end_with_parent(self) -> None:
+        if os.getppid() != self._parent:
+            os._exit(0)  # threads may wait for the network
+
+    def _update(self, pool: concurrent.futures.Executor) -> None:
+        """Collect finished downloads, delete the files that are not needed next, and start downloads."""
+        for future in [future for future in self._running if future.done()]:
+            shard = self._running.pop(future)
+            if error := future.exception():
+                self._failed[shard] = time.monotonic() + _AFTER_ERROR_S
+                reason = error.strerror if isinstance(error, OSError) and error.errno == errno.ENOSPC else error
+                _logger.warning("shard cache %s: %s is not in the cache: %s", self._folder, self._files[shard], reason)
+        wanted = self._wanted()
+        names = {self._files[shard].cache_name + SUFFIX: shard for shard in wanted}
+        present = set[str]()
+        for path in self._folder.glob(f"*{SUFFIX}"):
+            if path.name in names:
+                present.add(path.name)
+            elif path.suffix == SUFFIX and not path.name.startswith("."):
+                path.unlink(missing_ok=True)
+        now, running = time.monotonic(), set(self._running.values())
+        for name, shard in names.items():
+            if len(self._running) >= _DOWNLOADS:
+                return
+            if name not in present and shard not in running and self._failed.get(shard, 0.0) <= now:
+                self._running[pool.submit(download, self._files[shard], self._folder / name)] = shard
+
+    def _wanted(self) -> list[int]:
+        """Return the shards that are needed next, in the order of their use, as many as fit."""
+        chosen = dict.fromkeys(self._running.values())
+        room = self._limit - sum(self._files[shard].size for shard in chosen)
+        here, seen = self._position.value, set[int]()
+        for begin, shard in self._shards_from(here):
+            if shard in seen:
+                continue
+            seen.add(shard)
+            if (file := self._files.get(shard)) is not None and shard not in chosen:
+                if file.size > room:
+                    if begin <= here and not self._has_warned:
+                        self._has_warned = True
+                        _logger.warning(
+                            "--shard-cache-gb: %.3f GB cannot hold the shards of one window of samples; samples of the "
+                            "others are read one by one; set a larger limit",
+                            self._limit / 1e9,
+                        )
+                    if file.size > self._limit:
+                        continue  # and the shards after it may fit
+                    break
+                chosen[shard] = None
+                room -= file.size
+            if len(seen) >= len(self._files) and self._files.keys() <= seen:
+                break
+        return list(chosen)

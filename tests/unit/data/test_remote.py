@@ -1,0 +1,284 @@
+"""Remote data: the same samples in the same order as local ones, through faults, from a cache of bounded size."""
+
+import functools
+import shutil
+import threading
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from megaclip.data import ImageTransform, TrainLoader, check_manifest, open_labelled, open_pairs, remote
+from megaclip.data.order import MixtureOrder, SampleOrder
+from megaclip.data.shard_cache import SUFFIX
+from megaclip.errors import DataError, public
+from tests.unit.data.data_samples import CountingTokenizer, pair_members, picture, write_shards, write_tar
+from tests.unit.data.web_server import serving
+
+SHARDS, SIZE = 12, 6
+SECRET = "?X-Amz-Signature=c0ffee"
+pytestmark = pytest.mark.timeout(120)  # a fault that these tests detect may hang
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, tmp_path):
+    """Short pauses between attempts, and a cache of indices of its own."""
+    monkeypatch.setattr(remote, "_FIRST_PAUSE_S", 0.002)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def server(tmp_path):
+    write_shards(tmp_path / "shards", [SIZE] * SHARDS)
+    with serving(tmp_path / "shards") as server:
+        yield server
+
+
+def pattern(place):
+    return f"{place}/{{00000..{SHARDS - 1:05d}}}.tar"
+
+
+def steps(dataset, count, **options):
+    """Return the images and tokens of the first steps of 8 samples."""
+    settings = {"micro_batch_size": 8, "seed": 3, "shard_order": "sequential", **options}
+    loader = TrainLoader(dataset, ImageTransform(8, training=True), CountingTokenizer(), **settings)
+    try:
+        return [(batch.images, batch.tokens) for batch, _ in zip(loader, range(count), strict=False)]
+    finally:
+        loader.close()
+
+
+def assert_same_steps(one, other):
+    assert len(one) == len(other)
+    assert all(
+        torch.equal(a, b) for left, right in zip(one, other, strict=True) for a, b in zip(left, right, strict=True)
+    )
+
+
+def test_urls_braces_globs_and_folders_give_the_samples_of_local_files(server):
+    local = open_pairs([pattern(server.folder)])
+    (described,) = local.manifest()["sources"]
+    for spec in (pattern(server.url) + SECRET, server.url + "/*.tar", server.url + "/", server.url):
+        dataset = open_pairs([spec])
+        assert [dataset.read(row) for row in range(len(local))] == [local.read(row) for row in range(len(local))]
+        (source,) = dataset.manifest()["sources"]
+        versions = source.pop("versions")
+        assert source == described and list(versions) == [f"{server.url}/{n:05d}.tar" for n in range(SHARDS)]
+
+
+def test_the_index_is_made_once_by_few_requests(server):
+    open_pairs([pattern(server.url)])
+    assert server.requests.total() == 2 * SHARDS  # the look-up, and one block that holds the whole small shard
+    open_pairs([pattern(server.url)])
+    assert server.requests.total() == 3 * SHARDS
+
+
+def test_large_members_are_skipped_and_small_ones_read_ahead(tmp_path):
+    members = [(f"{n}.{end}", bytes(size)) for n in range(4) for end, size in (("jpg", 3 << 20), ("txt", 10))]
+    members += [(f"small{n}.{end}", bytes(3000)) for n in range(500) for end in ("jpg", "txt")]
+    write_tar(tmp_path / "shards" / "0.tar", members)
+    with serving(tmp_path / "shards") as server:
+        dataset = open_pairs([f"{server.url}/0.tar"], max_bad_fraction=1)
+        assert len(dataset) == 504 and server.requests.total() < 20
+
+
+FAULTS = {
+    "unavailable": lambda path, number: 503 if number % 3 else None,
+    "too many requests": lambda path, number: 429 if number % 2 else None,
+    "reset": lambda path, number: "reset" if number % 3 == 1 else None,
+    "truncated": lambda path, number: "truncated" if number % 3 == 1 else None,
+    "slow": lambda path, number: 0.8 if path.endswith("3.tar") and number in (0, 3) else None,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("cached", [False, True])
+def test_faults_that_pass_change_nothing(server, tmp_path, monkeypatch, fault, cached):
+    monkeypatch.setattr(remote, "_SILENCE_S", 0.4)
+    server.fault = FAULTS[fault]
+    options = {"shard_cache": tmp_path / "shard_cache"} if cached else {}
+    got = steps(open_pairs([pattern(server.url)]), 18, num_workers=2, **options)
+    assert_same_steps(got, steps(open_pairs([pattern(server.folder)]), 18))
+
+
+@pytest.mark.parametrize("when", ["before opening", "after opening"])
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        (404, "does not exist"),
+        (403, "check the credentials"),
+        (503, "after 8 attempts: ClientResponseError: 503"),
+        ("reset", "after 8 attempts"),
+    ],
+)
+def test_a_fault_that_stays_is_one_error_that_names_the_shard(server, fault, problem, when):
+    def set_fault():
+        server.fault = lambda path, number: fault if path.endswith("00007.tar") else None
+
+    if when == "before opening":
+        set_fault()
+    with pytest.raises(DataError) as raised:
+        dataset = open_pairs([pattern(server.url) + SECRET])
+        set_fault()
+        steps(dataset, 9)
+    text = str(raised.value)
+    assert f"{server.url}/00007.tar" in text and problem in text and "c0ffee" not in text
+    if when == "after opening":
+        assert "sample 4" in text and "bytes " in text  # the first of the shard in the order
+
+
+def test_a_server_without_ranges_is_refused(server):
+    server.fault = lambda path, number: "no ranges"
+    write_shards(server.folder, [400])
+    with pytest.raises(DataError, match="ignores ranges of bytes"):
+        steps(open_pairs([f"{server.url}/00000.tar"]), 1)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_changed_shard_is_refused_during_the_run_and_on_resume(server, tmp_path, cached):
+    before = open_pairs([pattern(server.url)])
+    content = (server.folder / "00004.tar").read_bytes()
+    changed = content.replace(b"caption 25", b"caption 97")
+    (server.folder / "00004.tar").write_bytes(changed)
+    with pytest.raises(DataError, match=r"00004\.tar has changed since the run began.*start a new run"):
+        steps(before, 9, **({"shard_cache": tmp_path / "shard_cache"} if cached else {}))
+    with pytest.raises(DataError, match=r"00004\.tar was changed after the checkpoint"):
+        check_manifest(before.manifest(), open_pairs([pattern(server.url)]).manifest())
+    (server.folder / "00004.tar").write_bytes(content)
+    check_manifest(before.manifest(), open_pairs([pattern(server.url)]).manifest())
+
+
+def test_a_run_may_resume_with_copies_of_its_data_elsewhere(server):
+    local, there = (open_pairs([pattern(place)]).manifest() for place in (server.folder, server.url))
+    check_manifest(local, there)
+    check_manifest(there, local)
+
+
+def test_the_cache_stays_within_its_limit_and_serves_later_passes(server, tmp_path):
+    folder, limit = tmp_path / "shard_cache", 4 * (server.folder / "00000.tar").stat().st_size + 100
+    largest, stop = [0], threading.Event()
+
+    def watch():
+        while not stop.wait(0.002):
+            files = folder.glob("*") if folder.exists() else ()
+            sizes = [shutil.os.stat(path).st_blocks * 512 for path in files if path.name != "lock" and path.exists()]
+            largest[0] = max(largest[0], sum(sizes))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    dataset = open_pairs([pattern(server.url)])
+    loader = TrainLoader(
+        dataset, ImageTransform(8), CountingTokenizer(), micro_batch_size=6, seed=3, shard_order="sequential",
+        num_workers=1, shard_cache=folder, shard_cache_bytes=limit,
+    )  # fmt: skip
+    expected = steps(open_pairs([pattern(server.folder)]), 3 * SHARDS, micro_batch_size=6)
+    served = server.requests.total()
+    try:
+        for number, (_, tokens) in enumerate(expected):
+            time.sleep(0.1)  # as a step
+            assert torch.equal(next(loader).tokens, tokens), number
+    finally:
+        loader.close()
+        stop.set()
+        watcher.join()
+    assert 0 < largest[0] <= limit + 4 * 4096  # whole blocks
+    # A shard is looked up and read in one block when it enters the cache. Without the cache, every sample is read.
+    assert server.requests.total() - served < 3 * SHARDS * 2 + 3 * SHARDS * SIZE / 2
+
+
+def test_a_cache_of_all_shards_reads_each_once(server, tmp_path):
+    dataset = open_pairs([pattern(server.url)])
+    folder = tmp_path / "shard_cache"
+    (folder / f"0{SUFFIX}").parent.mkdir()
+    (folder / f"0{SUFFIX}").write_bytes(b"of an earlier run")
+    loader = functools.partial(steps, dataset, shard_cache=folder)
+    loader(1)
+    settings = {"micro_batch_size": 8, "seed": 3}
+    running = TrainLoader(dataset, ImageTransform(8), CountingTokenizer(), shard_cache=folder, **settings)
+    deadline = time.monotonic() + 30
+    while len(list(folder.glob(f"*{SUFFIX}"))) < SHARDS or (folder / f"0{SUFFIX}").exists():
+        assert time.monotonic() < deadline, list(folder.iterdir())
+        time.sleep(0.02)
+    before = server.requests.total()
+    for _ in range(30):
+        next(running)
+    running.close()
+    assert server.requests.total() == before
+
+
+@pytest.mark.parametrize("shard_order", ["shuffled", "sequential"])
+@pytest.mark.parametrize("mixture", [False, True])
+def test_the_next_shards_are_those_of_the_next_samples(shard_order, mixture):
+    sizes = [[5, 0, 9, 30, 1, 17], [40, 3, 3]]
+
+    def part(sizes, seed):
+        return SampleOrder(sizes, seed=seed, shard_order=shard_order, window_size=13)
+
+    parts = [part(sizes[0], 1), part(sizes[1], 2)]
+    order = MixtureOrder(parts, [3, 1], seed=0) if mixture else part(sizes[0] + sizes[1], 1)
+    ends = np.cumsum(sizes[0] + sizes[1])
+    for position in (0, 1, 12, 13, 61, 62, 107, 108, 500, 1999, 2345):
+        ids, _ = order.visit(np.arange(position, position + 40))
+        needed = np.searchsorted(ends, ids, side="right")
+        uses = order.shards_from(position)
+        found, begin = set(), -1
+        while begin < position + 40:
+            last, begin = begin, -1
+            begin, shard = next(uses)
+            assert begin >= last
+            found.add(shard)
+        assert set(needed.tolist()) <= found
+
+
+def test_tables_and_zero_shot_sets_are_read_by_url(tmp_path):
+    table = pa.table({"image": [picture(n) for n in range(5)], "caption": [f"caption {n}" for n in range(5)]})
+    pq.write_table(table, tmp_path / "0.parquet")
+    (tmp_path / "labelled").mkdir()
+    (tmp_path / "labelled" / "classnames.txt").write_text("cat\ndog\n")
+    write_tar(
+        tmp_path / "labelled" / "test" / "0.tar",
+        [m for n in range(4) for m in ((f"{n}.png", picture(n)), (f"{n}.cls", b"1"))],
+    )
+    with serving(tmp_path) as server:
+        local, there = (open_pairs([f"{place}/0.parquet"]) for place in (tmp_path, server.url))
+        assert [there.read(row).image for row in range(5)] == [local.read(row).image for row in range(5)]
+        assert there.manifest()["sources"] == local.manifest()["sources"]
+        labelled = open_labelled(f"{server.url}/labelled")
+        assert labelled.class_names == ["cat", "dog"] and labelled.read(3).image == picture(3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "advice"),
+    [
+        ("gs://bucket/0.tar", r"pip install 'megaclip\[gs\]'"),
+        ("abfs://container@account/0.tar", r"pip install 'megaclip\[abfs\]'"),
+    ],
+)
+def test_a_missing_backend_is_an_error_that_names_the_extra(monkeypatch, spec, advice):
+    monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
+    monkeypatch.setitem(__import__("sys").modules, "adlfs", None)
+    with pytest.raises(DataError, match=advice):
+        open_pairs([spec])
+
+
+def test_urls_are_shown_without_secrets():
+    for text, shown in {
+        "https://user:pass@host/a/{0..3}.tar?sig=1&b=2": "https://host/a/{0..3}.tar",
+        "error for 'http://host/a.tar?X=1', twice": "error for 'http://host/a.tar', twice",
+        "abfs://container@account/a.tar": "abfs://container@account/a.tar",
+        "s3://key:secret@bucket/0000?.tar": "s3://bucket/0000?.tar",
+        '["https://h/a.tar?s=1", "hf:NAME:train"]': '["https://h/a.tar", "hf:NAME:train"]',
+    }.items():
+        assert public(text) == shown and str(DataError(text)) == shown
+
+
+def test_samples_of_a_thousand_small_shards_are_there_in_seconds(tmp_path):
+    for number in range(1000):
+        write_tar(tmp_path / "shards" / f"{number:05d}.tar", pair_members([number]))
+    with serving(tmp_path / "shards") as server:
+        began = time.monotonic()
+        assert len(steps(open_pairs([server.url + "/{00000..00999}.tar"]), 1, shard_order="shuffled")) == 1
+        assert time.monotonic() - began < 30
