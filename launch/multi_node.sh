@@ -46,24 +46,20 @@ master_addr=${master_addr:-${first##*@}}
 [[ $master_port =~ ^[1-9][0-9]{0,4}$ ]] && ((master_port < 65536)) ||
   fail "--master_port '$master_port': expected a number from 1 to 65535"
 
-# A blank line ends DeepSpeed with "not enough values to unpack".
 env_name=${DS_ENV_FILE:-.deepspeed_env}
 if [[ $env_name == /* ]]; then env_files=("$env_name"); else env_files=("$HOME/$env_name" "./$env_name"); fi
 for file in "${env_files[@]}"; do
   [[ -f $file ]] || continue
   is_utf8 "$file"
   if line=$(LC_ALL=C grep -anEv '^[A-Za-z_][A-Za-z0-9_]*=[^[:cntrl:]"$`\\]*$' "$file" | tr '\0' '?'); then
-    fail "$file, line ${line%%:*}: expected NAME=VALUE without \" \$ \` \\ and control characters, no blank lines and" \
-      "no comments; change the line"
+    fail "$file, line ${line%%:*}: expected NAME=VALUE without \" \$ \` \\ and control characters, on every line"
   fi
 done
 # DeepSpeed sends these variables, too.
 while IFS= read -r -d '' variable; do
   [[ ! $variable =~ ^(MLFLOW|MV2|NCCL|PYTHON|UCX) ]] || [[ $variable != *[[:cntrl:]\"\$\`\\]* ]] ||
-    fail "the environment variable ${variable%%=*}: expected a value without \" \$ \` \\ and control characters; change" \
-      "or unset it"
+    fail "the environment variable ${variable%%=*}: expected no \" \$ \` \\ and control characters; unset or change it"
 done < <(env -0)
-command -v deepspeed >/dev/null || fail "deepspeed is not on PATH: activate the environment that contains MegaCLIP"
 command -v pdsh >/dev/null || fail "pdsh is not installed: apt-get install pdsh, or use megaclip launch"
 for folder in "$root" "$PWD" "$(command -v deepspeed)"; do
   [[ $folder =~ ^[A-Za-z0-9_./@+,:=~-]*$ ]] || fail "pdsh cannot use the folder '$folder': rename it"

@@ -20,7 +20,7 @@ PROCESS_AND_PARENT = (os.getpid(), os.getppid())
 """Ids of this process and of its parent: a rank and its launcher.
 
 They are read now because the launcher may end while a rank imports PyTorch, which takes seconds
-(`megaclip.guards.launcher`)."""
+(`megaclip.guards.signals`)."""
 
 
 def __getattr__(name: str) -> Any:

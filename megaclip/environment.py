@@ -25,6 +25,8 @@ _NUMBERS = {
     "DEEPSPEED_TIMEOUT": (1, 1_000_000),
 }
 """Variables that are integers, with the smallest and the largest value. DEEPSPEED_TIMEOUT is in minutes."""
+_OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+"""Variables in which mpirun and srun set the number of their processes."""
 _MAX_TEMPORARY = 70
 """Longest path of the folder for temporary files, in bytes. Data workers create sockets in it, whose paths may have 107
 bytes."""
@@ -73,6 +75,12 @@ def _check_ranks(numbers: Mapping[str, int], variables: Mapping[str, str]) -> No
     """Raise ConfigError if the numbers of ranks contradict each other."""
     ranks = numbers.get("WORLD_SIZE", 1)
     size = f"WORLD_SIZE is {ranks}" if "WORLD_SIZE" in numbers else "WORLD_SIZE is not set, which means one rank"
+    for name in _OTHER_LAUNCHERS if "WORLD_SIZE" not in numbers else ():
+        if variables.get(name, "1") != "1":
+            raise ConfigError(
+                f"{name} is {variables[name]}, but {size}: every process of mpirun or srun would train alone; start "
+                "megaclip launch once per host, or unset the variable to train with one rank"
+            )
     for name in ("RANK", "LOCAL_RANK"):
         if numbers.get(name, 0) >= ranks:
             raise ConfigError(

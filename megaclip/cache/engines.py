@@ -83,6 +83,11 @@ def modules_of(engine: Any) -> list[nn.Module]:
             )
         if isinstance(module, DeepSpeedEngine) and len(modules) > 1:
             raise ConfigError("engine lists several engines with DeepSpeed; put all encoders into one module")
+        if isinstance(module, DeepSpeedEngine) and module.gradient_accumulation_steps() > 1:
+            raise ConfigError(
+                f"gradient_accumulation_steps is {module.gradient_accumulation_steps()}, but GradientCache takes the "
+                "whole batch in one step; set it to 1"
+            )
     return modules
 
 

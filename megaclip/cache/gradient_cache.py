@@ -117,7 +117,8 @@ class GradientCache:
         passes = Passes(sources, self._engine)
         passes.encode()
         leaves = {key: source.features() for key, source in zip(encoded, sources, strict=True)}
-        joined = {key: value for key, value in values.items() if key not in leaves and _has_gradient(value)}
+        others = {key: value for key, value in values.items() if key not in leaves and isinstance(value, Tensor)}
+        joined = {key: value for key, value in others.items() if value.requires_grad}
         self._check_joined(joined)
         leaves |= {key: value.detach().clone().requires_grad_() for key, value in joined.items()}
         inputs = [(values | leaves)[key] for key in keys]
@@ -141,6 +142,7 @@ class GradientCache:
             passes.back_propagate(loss_gradients=loss_gradients)
         _set_random_state(after_loss)
         self._average_loss_parameters()
+        self._kept.step_done()
         return loss
 
     def _sources(self, encoded: list[Encoded]) -> list["_EncodedChunks"]:
@@ -296,10 +298,6 @@ class _EncodedChunks:
         return {self.index: self._gradients[chunk]} if chunk < self._own else {}
 
     def resume(self, chunk: int) -> None: ...
-
-
-def _has_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _random_state() -> tuple[Tensor, Tensor | None]:

@@ -1,10 +1,11 @@
 """The number of graphs that a step keeps, from the memory that earlier steps have left free.
 
 The first two steps keep no graph, so they need as little memory as possible. They measure the bytes of the graphs. From
-then on the free memory, less a margin, decides. All ranks keep equally many graphs, because the passes of FSDP2 and
-ZeRO-3 communicate.
+then on the free memory, less a margin, decides. If the fourth step takes longer per element than the second one, no
+graphs are kept. All ranks keep equally many graphs, because the passes of FSDP2 and ZeRO-3 communicate.
 """
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -29,6 +30,10 @@ class KeptGraphs:
         self.measures = keep == "auto" and torch.cuda.is_available()
         self._steps = 0
         self._budget = 0.0
+        self._elements = 0
+        self._began = 0.0
+        self._without_graphs = 0.0
+        """Seconds per element of a step that keeps no graph."""
         self._bytes_per_element: dict[int, float] = {}
         self._allocated = 0
 
@@ -41,6 +46,10 @@ class KeptGraphs:
         if not self.measures:
             return self._number
         self._steps += 1
+        self._elements = sum(map(sum, elements))
+        if self._is_timed:
+            torch.cuda.synchronize()
+            self._began = time.perf_counter()
         if self._steps <= MEASURED_STEPS:
             return 0
         if self._steps == MEASURED_STEPS + 1:
@@ -57,6 +66,21 @@ class KeptGraphs:
                     return kept
                 kept += 1
         return kept
+
+    @property
+    def _is_timed(self) -> bool:
+        return self.measures and self._steps in (MEASURED_STEPS, MEASURED_STEPS + 2)
+
+    def step_done(self) -> None:
+        """Keep no graphs from now on if a step that keeps them takes longer than one that keeps none."""
+        if not self._is_timed:
+            return
+        torch.cuda.synchronize()
+        duration_s = (time.perf_counter() - self._began) / self._elements
+        if self._steps == MEASURED_STEPS:
+            self._without_graphs = duration_s
+        elif duration_s > self._without_graphs:
+            self._budget = 0.0
 
     def before_graph(self) -> None:
         """Start to measure a forward pass that builds a graph."""

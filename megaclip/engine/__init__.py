@@ -19,14 +19,13 @@ A run starts (`run.train`):
   decides where images and embeddings are kept, and how many graphs.
 - `run_folder`: creates the run's folder, locks it for this run, and writes its settings and its summary.
 - `schedule`: the number of steps, when to save and evaluate, and the learning rate of each step.
-- `trainer`: builds the engine (`megaclip.zero.build`), opens the training data, and takes optimizer steps:
+- `trainer`: builds the engine (`megaclip.zero.build`), opens the training data, evaluates, and takes optimizer steps:
   `megaclip.step` computes the gradients, and `megaclip.zero.optimizers` takes the update.
 - `run_loss`: the loss, with the sample ids, the epoch, and the optimizer and state that some losses own.
 - `resume`: finds the checkpoint that --resume specifies, checks that it belongs to this run, and loads it.
 
-Between steps `checkpoints` saves and records the checkpoint with the best scores, and `evaluations` evaluates.
-`metrics` reports all of them, in the log, to TensorBoard and to DeepSpeed's monitors. `megaclip.guards` watches the
-run.
+Between steps `checkpoints` saves and records the checkpoint with the best scores. `metrics` reports all in the log, to
+TensorBoard and to DeepSpeed's monitors. `megaclip.guards` watches the run.
 
 Tools use `saved_model`, which loads an export or a checkpoint with its transform and tokenizer. A run writes its model
 card by it too.

@@ -41,7 +41,6 @@ class Checkpoints:
     def __init__(
         self,
         folder: Path,
-        arguments: TrainArguments,
         trainer: Trainer,
         identity: dict[str, Any],
         settings: dict[str, Any],
@@ -54,12 +53,11 @@ class Checkpoints:
             settings: the command line and ds_config.json, which checkpoints record too.
         """
         self.folder = folder / "checkpoints"
-        self.best = BestCheckpoint(folder, arguments)
+        self.best = BestCheckpoint(folder, trainer.arguments)
         self.run_id = ""
         """Identifier that this run's checkpoints record; only the first rank's is used."""
         self.saved_step = 0
         """Step of the newest checkpoint; with --async-save it may still be being written."""
-        self._arguments = arguments
         self._trainer = trainer
         self._identity, self._settings = identity, settings
         self._background = BackgroundSaves()
@@ -73,13 +71,10 @@ class Checkpoints:
         """
         trainer = self._trainer
         step, self.run_id = resume(
-            trainer.engine, trainer.loss, self._identity, arguments=self._arguments, checkpoints=self.folder
+            trainer.engine, trainer.loss, self._identity, arguments=trainer.arguments, checkpoints=self.folder
         )
         trainer.resumed(step)
         self.saved_step = step
-
-    def training_starts(self) -> None:
-        """Start to measure the time until the first save."""
         self._last_end = time.monotonic()
 
     def save(self, *, training_continues: bool) -> None:
@@ -107,7 +102,7 @@ class Checkpoints:
             trainer.logit_scale.write(own_loss.log_scale)  # exports read it there
             trainer.average.write_log_scale(own_loss.log_scale)
             loss_state = own_loss.checkpoint_state()
-        if self._arguments.async_save and training_continues:
+        if trainer.arguments.async_save and training_continues:
             self._background.start(trainer.engine, target, loss_state)
             logger.info("saving %s in the background: %s", path, self._pause(began))
         else:
@@ -116,7 +111,7 @@ class Checkpoints:
         self.saved_step = target.step
 
     def _target(self) -> store.Target:
-        trainer, arguments = self._trainer, self._arguments
+        trainer, arguments = self._trainer, self._trainer.arguments
         progress = {"step": trainer.step, "samples_consumed": trainer.samples_consumed}
         return store.Target(
             folder=self.folder,
@@ -149,7 +144,7 @@ class Checkpoints:
         pause, interval, self._last_end = now - began, now - self._last_end, now
         share = pause / max(interval, 1e-9)
         advice = ""
-        if pause > _LONG_PAUSE_S and share > _LONG_SHARE and not self._arguments.async_save:
+        if pause > _LONG_PAUSE_S and share > _LONG_SHARE and not self._trainer.arguments.async_save:
             advice = "; --async-save writes while training continues"
         return f"training waited {pause:.2f} s, {share:.1%} of the {interval:.3g} s since the previous save{advice}"
 

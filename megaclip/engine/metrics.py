@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -118,9 +117,7 @@ class Metrics:
             self._on_exit.enter_context(logging_redirect_tqdm([standard_logging.getLogger("megaclip")]))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.close()
         self._on_exit.close()
         if self._curves is not None:
@@ -161,7 +158,8 @@ class Metrics:
             "MiB": f"{peak_mib:.0f}",
         }
         self._bar.set_postfix(texts, refresh=False)
-        if step % self._log_every == 0 or step == self._total_steps or self._is_log_overdue(now):
+        is_overdue = self._last_logged_at is None or now - self._last_logged_at >= LONGEST_LOG_INTERVAL_S
+        if step % self._log_every == 0 or step == self._total_steps or is_overdue:
             self._last_logged_at = now
             if not self._shows_bar:
                 left_s = int((self._total_steps - step) * recent_s)
@@ -172,9 +170,6 @@ class Metrics:
             self._curves.write(step, {f"train/{name}": value for name, value in scalars.items() if value is not None})
         if (spike := self._loss_level.spike(step, metrics.loss)) is not None:
             self._curves.write(step, {"train/loss_spike": spike})
-
-    def _is_log_overdue(self, now: float) -> bool:
-        return self._last_logged_at is None or now - self._last_logged_at >= LONGEST_LOG_INTERVAL_S
 
     def record_evaluation(
         self,

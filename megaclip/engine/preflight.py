@@ -66,13 +66,14 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
     requested = workload_of(arguments, inputs, dist.get_world_size())
     folder = Path(arguments.data_offload_dir or arguments.logs)
     cluster = this_machine(dist.get_world_size(), folder, nvme_paths(requested.zero))
-    if _chooses_way(requested):
+    chooses_way = requested.world_size > 1 and "auto" in (requested.megaclip.exchange, requested.megaclip.reduction)
+    if chooses_way:
         device = torch.device(get_accelerator().current_device_name())
         cluster = replace(cluster, measured=machine_of(by_node(resolve(None)), device))
     plan, workload = _agree(requested, cluster)
     reason = _reason_for_graphs(plan, requested.megaclip.keep_graphs, cluster)
     logger.info("%s: %s", graphs_text(plan.workload), reason)
-    if _chooses_way(requested):
+    if chooses_way:
         logger.info("%s", _way_text(plan.workload, requested.megaclip, cluster))
     _log_places(plan, workload, cluster, folder)
     _log_compilation(plan, workload, cluster)
@@ -86,12 +87,6 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
             logger.warning("%s", verdict)
     logger.info("%s", summary(plan, workload, cluster))
     return plan
-
-
-def _chooses_way(workload: Workload) -> bool:
-    """Return whether the plan chooses the exchange or the reduction of the loss."""
-    section = workload.megaclip
-    return workload.world_size > 1 and "auto" in (section.exchange, section.reduction)
 
 
 def _way_text(planned: Workload, requested: MegaclipSection, cluster: Cluster) -> str:
@@ -199,10 +194,9 @@ def _log_compilation(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> 
     estimate = compile_estimate(workload, cluster)
     if isinstance(workload.model, OpenClipConfig):
         default = "" if setting != "auto" else "; megaclip.compile true compiles open_clip's modules"
-        logger.info("torch.compile: %s: megaclip.compile is %s%s", _on(plan), json.dumps(setting), default)
+        reason = f"megaclip.compile is {json.dumps(setting)}{default}"
         logger.info("plan: the workspaces of convolution kernels are not planned")
-        return
-    if setting != "auto" or not cluster.gpu_memory:
+    elif setting != "auto" or not cluster.gpu_memory:
         reason = f"megaclip.compile is {json.dumps(setting)}" + (" and training runs on the CPU" * (setting == "auto"))
     elif not estimate.pays and estimate.saved > estimate.startup:
         reason = "it cannot be used with tensor parallelism or apex's layer norm"
@@ -211,11 +205,7 @@ def _log_compilation(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> 
             f"{workload.steps} steps of compiled towers save about {estimate.saved:,.0f} s and the compilation takes "
             f"about {estimate.startup:.0f} s"
         )
-    logger.info("torch.compile: %s: %s", _on(plan), reason)
-
-
-def _on(plan: MemoryPlan) -> str:
-    return "on" if plan.compiles else "off"
+    logger.info("torch.compile: %s: %s", "on" if plan.compiles else "off", reason)
 
 
 def _check_plan(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> None:

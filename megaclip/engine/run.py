@@ -20,7 +20,6 @@ from megaclip.config import BatchLayout, TrainArguments, parse_arguments
 from megaclip.data import check_batch
 from megaclip.engine.checkpoints import Checkpoints
 from megaclip.engine.equal_inputs import require_equal_inputs
-from megaclip.engine.evaluations import evaluate
 from megaclip.engine.inputs import Inputs, read_inputs
 from megaclip.engine.metrics import Metrics
 from megaclip.engine.preflight import check_fit, report_peak
@@ -38,8 +37,7 @@ from megaclip.engine.saved_model import locked_weights, write_model_folder
 from megaclip.engine.schedule import RunLength
 from megaclip.engine.trainer import Trainer
 from megaclip.errors import DataError, MegaclipError, refused_before_training
-from megaclip.guards.launcher import end_with_launcher
-from megaclip.guards.signals import StopSignals
+from megaclip.guards.signals import StopSignals, end_with_launcher
 from megaclip.guards.watchdog import Watchdog
 from megaclip.logging import get_logger, local_rank_from_environment
 from megaclip.planner import MemoryPlan
@@ -137,7 +135,7 @@ class Run:
         self.settings = {"arguments": arguments.recorded(), "ds_config": inputs.config.deepspeed}
         self.trainer = Trainer(arguments, inputs, batch_layout, self.length, memory_plan)
         identity = describe_run(inputs, arguments, batch_layout, self.length.total_steps)
-        self.checkpoints = Checkpoints(folder, arguments, self.trainer, identity, self.settings)
+        self.checkpoints = Checkpoints(folder, self.trainer, identity, self.settings)
         self.watchdog = Watchdog(folder, arguments.hang_timeout)
         self.scores: dict[str, float] = {}
         """Scores of the last evaluation, by name."""
@@ -183,7 +181,6 @@ class Run:
             if self._is_first_rank:
                 (self.folder / SUMMARY).unlink(missing_ok=True)  # from a shorter run, or from discarded steps
         self._log_batch()
-        self.checkpoints.training_starts()
         with (
             StopSignals() as signals,
             self.watchdog,
@@ -252,7 +249,7 @@ class Run:
         if self.inputs.validation is None and self.inputs.labelled is None:
             return
         with self.watchdog.phase("an evaluation"):
-            self.scores = evaluate(self.trainer, metrics, self.watchdog.watched)
+            self.scores = self.trainer.evaluate(metrics, self.watchdog.watched)
             self.checkpoints.finish()  # a checkpoint counts when it is complete
             with report_write_errors(has_trained=True):
                 if self._is_first_rank:

@@ -115,16 +115,13 @@ def _check_last_rate(flag: str, rate: float, peak_rate: float) -> None:
 
 def constant(warmup_steps: int) -> Schedule:
     """Return a linear warm-up over `warmup_steps`, followed by 1."""
-    return _with_decay(warmup_steps, math.inf, math.inf, lambda progress: 1.0)
+    return _with_decay(warmup_steps, math.inf, math.inf, 1.0, lambda progress: 1.0)
 
 
 def cosine(warmup_steps: int, total_steps: int, end_factor: float = 0.0) -> Schedule:
     """Return a linear warm-up, followed by half a cosine from 1 down to `end_factor` at `total_steps`."""
     return _with_decay(
-        warmup_steps,
-        warmup_steps,
-        total_steps,
-        lambda progress: end_factor + (1 - end_factor) * (0.5 * (1 + math.cos(math.pi * progress))),
+        warmup_steps, warmup_steps, total_steps, end_factor, lambda progress: 0.5 * (1 + math.cos(math.pi * progress))
     )
 
 
@@ -135,20 +132,20 @@ def constant_with_cooldown(
 
     power: degree of the polynomial.
     """
-    return _with_decay(
-        warmup_steps,
-        total_steps - cooldown_steps,
-        total_steps,
-        lambda progress: end_factor + (1 - end_factor) * (1 - progress) ** power,
-    )
+    start = total_steps - cooldown_steps
+    return _with_decay(warmup_steps, start, total_steps, end_factor, lambda progress: (1 - progress) ** power)
 
 
-def _with_decay(warmup_steps: int, start: float, end: float, decay: Callable[[float], float]) -> Schedule:
-    """Return a linear warm-up, then 1 and, from step `start` to `end`, `decay` of the progress from 0 to 1."""
+def _with_decay(
+    warmup_steps: int, start: float, end: float, end_factor: float, decay: Callable[[float], float]
+) -> Schedule:
+    """Return a linear warm-up, then 1 until step `start`, then `decay` of the progress to `end`, above `end_factor`."""
 
     def factor(step: int) -> float:
         if step < warmup_steps:
             return (step + 1) / warmup_steps
-        return 1.0 if step < start else decay(min(1.0, (step - start) / max(1, end - start)))
+        if step < start:
+            return 1.0
+        return end_factor + (1 - end_factor) * decay(min(1.0, (step - start) / max(1, end - start)))
 
     return factor

@@ -1,11 +1,12 @@
-"""Take optimizer steps on one rank: DeepSpeed's engine, the loss, the learning rate and the logit scale."""
+"""The model of a run on one rank: DeepSpeed's engine, the loss, the learning rate, optimizer steps, evaluations."""
 
 import functools
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import deepspeed.comm as dist
 import torch
@@ -19,11 +20,12 @@ from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import BatchLayout, TrainArguments
 from megaclip.data import TrainLoader, normalised_pixels
 from megaclip.engine.inputs import Inputs
-from megaclip.engine.metrics import StepMetrics
+from megaclip.engine.metrics import Metrics, StepMetrics
 from megaclip.engine.preflight import keep_more_graphs
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedule import RunLength, chosen_schedule, chosen_warmup
 from megaclip.errors import NonFiniteError
+from megaclip.evaluation import ModelEncoder, evaluate_datasets, example_pictures
 from megaclip.logging import get_logger
 from megaclip.models.compilation import compiled_function, report_compilation
 from megaclip.planner import MemoryPlan
@@ -215,6 +217,43 @@ class Trainer:
                 embeddings_on_cpu=self.memory_plan.embeddings_on_cpu,
                 check_loss=(lambda: None) if self.loss.own is None else self.loss.own.check_step,
             )
+
+    def evaluate(self, metrics: Metrics, watched: Callable[[Iterable[Any]], Iterable[Any]]) -> dict[str, float]:
+        """Evaluate on the data that the command line specifies. Report the scores, and return them by name.
+
+        With --eval-ema the moving average of the weights is evaluated.
+
+        watched: returns an iterable over the same batches that reports each of them to the watchdog.
+        """
+        inputs, arguments, engine = self.inputs, self.arguments, self.engine
+        encode = ModelEncoder(
+            engine,
+            inputs.evaluation_transform.normalise,
+            device=engine.device,
+            image_dtype=engine.get_data_types()[0],
+            cut_captions=None if self.config.megaclip.cut_captions is False else engine.module.cut_captions,
+        )
+        engine.eval()
+        try:
+            with self.average.in_model() if arguments.eval_ema else nullcontext():
+                result, left_out = evaluate_datasets(
+                    encode,
+                    pairs=inputs.validation,
+                    labelled=inputs.labelled,
+                    transform=inputs.evaluation_transform,
+                    tokenizer=inputs.tokenizer,
+                    batch_size=arguments.eval_batch_size,
+                    num_workers=arguments.workers,
+                    group_captions=arguments.group_captions,
+                    progress=lambda batches, name: watched(metrics.progress(batches, name)),
+                )
+        finally:
+            engine.train()
+        pictures = {}
+        if dist.get_rank() == 0 and result.examples is not None and inputs.validation is not None:
+            pictures = example_pictures(result.examples, inputs.validation)
+        metrics.record_evaluation(self.step, result.metrics, pictures, left_out, of_average=arguments.eval_ema)
+        return result.metrics
 
     def _count_step(self) -> None:
         """Count a step. After the first ones, keep more graphs if they fit."""

@@ -2,6 +2,5 @@
 
 - `watchdog`: ends a run that hangs, with the `stacks` of all threads.
 - `lock`: one run per folder.
-- `signals`: SIGTERM, SIGINT and SIGUSR1 end a run after its step.
-- `launcher`: ends a rank whose launcher is gone.
+- `signals`: SIGTERM, SIGINT and SIGUSR1 end a run after its step, and so does the end of its launcher.
 """

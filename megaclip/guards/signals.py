@@ -14,6 +14,11 @@ return this code. When the first rank exits with it, they end the other ranks. A
 When the deepspeed launcher receives Ctrl-C or SIGTERM, or when a rank has died, it sends SIGTERM to each rank and its
 data workers, and SIGKILL 30 s later. (After Ctrl-C the terminal has also sent SIGINT to every rank.)
 
+When its launcher is gone (the agent of `megaclip launch` or `torchrun`, or DeepSpeed's `launch.py`), a rank would keep
+training and occupy its GPU. So it sends itself SIGTERM (`end_with_launcher`). On one host, `launch.py` does not notice
+the end of `deepspeed`, which has started it. Its ranks then send themselves SIGUSR1, which has no effect on ranks that
+are already saving, as after Ctrl-C in a terminal.
+
 When a rank has died, the other ranks may wait for it in a collective forever. So a rank exits at once on SIGTERM if
 another rank of its host is missing. The main thread may be blocked in that collective. A second thread therefore
 handles such signals: it reads the signal numbers that Python's C-level handler writes to a socket.
@@ -23,16 +28,21 @@ import os
 import signal
 import socket
 import threading
-from types import FrameType, TracebackType
+import time
+from pathlib import Path
+from types import FrameType
 
 import psutil
 
+import megaclip
 from megaclip.comm.collectives import gather_integers
 from megaclip.comm.groups import ranks_of_this_node
 from megaclip.errors import STOP_SIGNALS
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
+
+_POLL_S = 1.0
 
 
 class StopSignals:
@@ -58,9 +68,7 @@ class StopSignals:
         threading.Thread(target=self._watch, name="stop-signals", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._run_is_ending = True
             return
@@ -99,7 +107,7 @@ class StopSignals:
 def _is_a_local_rank_missing(launcher: int) -> bool:
     """Return whether a rank of this host has exited: its parent, the launcher, has fewer children than it started.
 
-    If the launcher itself is gone, the ranks save (`megaclip.guards.launcher`), so the answer is False.
+    If the launcher itself is gone, the ranks save (`end_with_launcher`), so the answer is False.
     """
     ranks = ranks_of_this_node()
     if ranks is None or os.getppid() != launcher:
@@ -110,3 +118,44 @@ def _is_a_local_rank_missing(launcher: int) -> bool:
     except psutil.NoSuchProcess:  # a child or the launcher exited during this check
         missing = True
     return missing and os.getppid() == launcher
+
+
+def end_with_launcher() -> None:
+    """Start a thread that sends this process SIGTERM when its launcher, its first parent, has ended.
+
+    It does nothing without a launcher: a rank that a shell has started may continue after the shell ends.
+    """
+    if ranks_of_this_node() is not None:
+        process, parent = megaclip.PROCESS_AND_PARENT
+        launcher = parent if process == os.getpid() else os.getppid()
+        threading.Thread(target=_watch, args=(launcher, _command_of(launcher)), name="launcher", daemon=True).start()
+
+
+def _command_of(launcher: int) -> int | None:
+    """Return the process `deepspeed` that has started the launcher on this host, or None if another program has."""
+    try:
+        parent = psutil.Process(launcher).parent()
+        words = parent.cmdline()[:3] if parent is not None else []
+    except psutil.Error:
+        return None
+    names = {Path(word).name for word in words}
+    return parent.pid if parent is not None and names & {"deepspeed", "deepspeed.launcher.runner"} else None
+
+
+def _watch(launcher: int, command: int | None) -> None:
+    while os.getppid() == launcher:
+        if command is not None and _parent_of(launcher) not in (command, None):  # None if the launcher has just ended
+            logger.warning("`deepspeed`, process %d, has ended; this rank saves, if it trains, and ends", command)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            command = None
+        time.sleep(_POLL_S)
+    logger.warning("the launcher, process %d, has ended; this rank saves, if it trains, and ends", launcher)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _parent_of(process: int) -> int | None:
+    """Return the parent of a process, or None if the process is gone."""
+    try:
+        return psutil.Process(process).ppid()
+    except psutil.Error:
+        return None

@@ -318,13 +318,14 @@ def ddp(**options: Any) -> tuple[Any, Model]:
     return DistributedDataParallel(model, **options), model
 
 
-def zero(stage: int, *, bf16: bool = False, offload: str = "") -> tuple[Any, Model]:
+def zero(stage: int, *, bf16: bool = False, offload: str = "", accumulation: int = 1) -> tuple[Any, Model]:
     model = Model(BASE)
     section: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
     if offload:
         section[offload] = {"device": "cpu"}
     config = {
         "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
         "zero_optimization": section,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.0} if offload else {"lr": 0.0, "torch_adam": True}},
         "bf16": {"enabled": bf16},
@@ -365,6 +366,7 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Model]], str, str]] = {
     ),
     "DDP's module is not passed": (ddp, "unknown", "a DistributedDataParallel that GradientCache"),
     "partitioned scale": (lambda: zero(3), "engine", r"'logit_scale' was computed from a partitioned parameter"),
+    "accumulation steps": (lambda: zero(1, accumulation=2), "engine", "gradient_accumulation_steps is 2"),
     "samples of one rank": (ddp, "broken", "bad sample|rank 1 could not divide its inputs"),
 }
 

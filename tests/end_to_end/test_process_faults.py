@@ -25,7 +25,7 @@ import psutil
 import pytest
 
 from megaclip.data import workers
-from megaclip.engine import run, run_folder
+from megaclip.engine import run_folder
 from megaclip.engine.checkpoints import Checkpoints
 from megaclip.engine.metrics import Metrics
 from megaclip.engine.run import main
@@ -132,7 +132,7 @@ def slow_everything(command: list[str], store: str) -> Finished:
 
     Only rank 0 is slow in the evaluation. The other rank waits for it in the next step.
     """
-    rank, first, evaluate, save = os.environ["RANK"], Trainer._accumulate, run.evaluate, Checkpoints.save
+    rank, first, evaluate, save = os.environ["RANK"], Trainer._accumulate, Trainer.evaluate, Checkpoints.save
 
     def slow_first_step(trainer: Trainer, *arguments: Any) -> Any:
         time.sleep(SLOW_S if trainer.step == 0 else 0.0)
@@ -149,7 +149,7 @@ def slow_everything(command: list[str], store: str) -> Finished:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_accumulate", slow_first_step)
-        patch.setattr(run, "evaluate", slow_evaluation)
+        patch.setattr(Trainer, "evaluate", slow_evaluation)
         patch.setattr(Checkpoints, "save", slow_checkpoint)
         patch.setattr(watchdog, "_MISSED_HEARTBEATS", MISSED_HEARTBEATS)
         return run_here(command, Path(store))

@@ -90,6 +90,8 @@ TRAIN = ["train", "--deepspeed_config", "zero3", "--model", "demo-tiny", "--trai
     ("command", "variables", "named"),
     [
         (TRAIN, {"RANK": "1"}, "RANK is 1, but WORLD_SIZE is not set"),
+        (TRAIN, {"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE is 4, but WORLD_SIZE is not set"),
+        (TRAIN, {"SLURM_STEP_NUM_TASKS": "2"}, "every process of mpirun or srun would train alone"),
         (["plan"], {"DS_ACCELERATOR": "gpu"}, "DS_ACCELERATOR is 'gpu'"),
         (["launch", "train"], {"DEEPSPEED_TIMEOUT": "ten"}, "DEEPSPEED_TIMEOUT is 'ten'"),
         (["evaluate", "x", "--val-data", "x"], {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": ""}, "finds no GPU"),

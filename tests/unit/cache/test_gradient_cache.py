@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import BatchEncoding
 
 from megaclip import Encoded, GradientCache
+from megaclip.cache import kept_graphs
 from megaclip.cache.kept_graphs import KeptGraphs
 from megaclip.errors import ConfigError, DataError
 
@@ -197,27 +198,38 @@ def test_random_numbers_continue_after_a_step_as_without_a_second_encoding() -> 
     assert torch.equal(*numbers)
 
 
-def test_graphs_are_kept_after_two_steps_in_the_measured_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten bytes per element of the first encoder's graphs, 2 of the second's; 1,000 bytes are free, 50 as a margin."""
+@pytest.mark.parametrize(("duration_s", "fifth"), [(1.0, 5), (3.0, 0)])
+def test_graphs_are_kept_after_two_steps_in_the_measured_free_memory(
+    duration_s: float, fifth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten bytes per element of the first encoder's graphs, 2 of the second's; 1,000 bytes are free, 50 as a margin.
+
+    The second step takes 2 s. The fourth takes `duration_s` per second of it, and then decides about the fifth.
+    """
+    now = [0.0]
+    monkeypatch.setattr(kept_graphs.time, "perf_counter", lambda: now[0])
     memory = {
         "is_available": lambda: True,
         "mem_get_info": lambda: (1000, 1000),
         "max_memory_reserved": lambda: 300,
         "memory_reserved": lambda: 200,
+        "synchronize": lambda: None,
     }
     for name, function in memory.items():
         monkeypatch.setattr(torch.cuda, name, function)
     kept, sizes = KeptGraphs("auto"), [[20, 20, 10], [100, 30]]
     numbers = []
-    for step in range(4):
-        numbers.append(kept.number(sizes if step < 3 else [[40, 40], [100]]))
+    for step in range(5):
+        numbers.append(kept.number(sizes if step != 3 else [[40, 40], [100]]))
         for encoder, bytes_per_element in enumerate((10, 2)):
             monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
             kept.before_graph()
             monkeypatch.setattr(torch.cuda, "memory_allocated", lambda size=10 * bytes_per_element: size)
             kept.after_graph(encoder, 10)
+        now[0] += duration_s if step == 3 else 2.0
+        kept.step_done()
     # 850 bytes: 220 + 220 + 110 + 220 fit, and then 66 more; of larger chunks 440 fit and another 440 do not.
-    assert numbers == [0, 0, 5, 1]
+    assert numbers == [0, 0, 5, 1, fifth]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The effect of stop signals on one process. tests/end_to_end/test_resume.py tests them in a run."""
+"""Stop signals and a killed launcher, in one rank. tests/end_to_end/test_resume.py tests them in a run."""
 
 import os
 import signal
@@ -135,3 +135,64 @@ def test_the_signal_handlers_are_restored_when_an_error_ends_the_run() -> None:
         assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
         raise KeyError
     assert {number: signal.getsignal(number) for number in before} == before
+
+
+# A launcher with one rank. The rank trains, has not started to train, or lacks the launcher's environment variables.
+LAUNCHER = """
+import os, sys, time
+
+kind = sys.argv[1]
+from megaclip.guards import signals as stop
+
+stop._POLL_S = 0.05
+reader, writer = os.pipe()
+if os.fork() == 0:
+    stop.end_with_launcher()
+    stop.gather_integers = lambda own: [own]
+    if kind == "trains":
+        with stop.StopSignals() as signals:
+            os.write(writer, b"1")
+            while (received := signals.received_by_any_rank()) is None:
+                time.sleep(0.01)
+            print("saved", flush=True)
+        os._exit(128 + received)
+    os.write(writer, b"1")
+    time.sleep(2 if kind == "no launcher" else 3600)
+    print("slept", flush=True)
+    os._exit(0)
+os.read(reader, 1)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("kind", "output"), [("trains", "saved\n"), ("starts", ""), ("no launcher", "slept\n")])
+def test_a_rank_ends_with_its_launcher(kind: str, output: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")}
+    # LOCAL_SIZE claims a second rank. A rank that receives SIGTERM while another is missing ends at once, but not here.
+    environment |= {} if kind == "no launcher" else {"LOCAL_SIZE": "2"}
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, kind],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout is not None and launcher.stderr is not None
+    assert launcher.stdout.readline() == "ready\n"
+    launcher.kill()
+    rest, errors = launcher.communicate(timeout=300)  # until the rank has closed its copies of the pipes
+    assert rest == output
+    assert ("has ended; this rank saves" in errors) == (kind != "no launcher")
+
+
+def test_a_launcher_that_ends_while_it_is_looked_at_causes_one_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second signal, SIGUSR1, would mean that `deepspeed` has ended, and would change the exit code of the run."""
+    parents, sent = iter([5, 1]), []
+    monkeypatch.setattr(stop.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(stop, "_parent_of", lambda _: None)
+    monkeypatch.setattr(stop, "_POLL_S", 0.0)
+    monkeypatch.setattr(stop.os, "kill", lambda _, number: sent.append(number))
+    stop._watch(5, 4)
+    assert sent == [signal.SIGTERM]
