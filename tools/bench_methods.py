@@ -166,7 +166,7 @@ class MegaclipSteps:
         plan = check_fit(arguments, inputs)
         self.compiled, self.recomputes = plan.compiles, plan.recomputes
         self.text_micro_batch = batch_layout.text_micro_batch * inputs.config.megaclip.tensor_parallel_size
-        run = Run(arguments, inputs, batch_layout, folder, plan)
+        run = Run(arguments, inputs, folder, plan)
         self._trainer = run.trainer
         self._data = run.trainer.open_data(folder)
         self._batch = self._data.__enter__()

@@ -11,7 +11,6 @@ import math
 import shlex
 import time
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -20,7 +19,7 @@ from megaclip.checkpoint.background import BackgroundSaves, Saved
 from megaclip.checkpoint.durable import read_text
 from megaclip.checkpoint.search import TAG_PATTERN, run_of, step_of, tag_of
 from megaclip.config import TrainArguments
-from megaclip.engine.resume import resume
+from megaclip.engine.resume import describe_run, resume
 from megaclip.engine.trainer import Trainer
 from megaclip.errors import MegaclipError
 from megaclip.files import write_atomically
@@ -38,28 +37,19 @@ class Checkpoints:
     `save`, `poll` and `finish` raise CheckpointError, on every rank, if any rank cannot write.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        trainer: Trainer,
-        identity: dict[str, Any],
-        settings: dict[str, Any],
-    ) -> None:
-        """
-        Args:
-            folder: the run's folder.
-            trainer: its model, optimizer and loss are saved.
-            identity: `megaclip.engine.resume.describe_run` of this run.
-            settings: the command line and ds_config.json, which checkpoints record too.
-        """
+    def __init__(self, folder: Path, trainer: Trainer) -> None:
+        """folder: the run's folder. trainer: its model, optimizer and loss are saved."""
+        arguments, inputs = trainer.arguments, trainer.inputs
+        self.settings = {"arguments": arguments.recorded(), "ds_config": inputs.config.deepspeed}
+        """The command line and ds_config.json, which checkpoints record."""
         self.folder = folder / "checkpoints"
-        self.best = BestCheckpoint(folder, trainer.arguments)
+        self.best = BestCheckpoint(folder, arguments)
         self.run_id = ""
         """Identifier that this run's checkpoints record; only the first rank's is used."""
         self.saved_step = 0
         """Step of the newest checkpoint; with --async-save it may still be being written."""
         self._trainer = trainer
-        self._identity, self._settings = identity, settings
+        self._identity = describe_run(inputs, arguments, trainer.batch, trainer.length.total_steps)
         self._background = BackgroundSaves()
         self._last_end = time.monotonic()
 
@@ -116,7 +106,7 @@ class Checkpoints:
         return store.Target(
             folder=self.folder,
             step=trainer.step,
-            state={**progress, **self._identity, "settings": self._settings},
+            state={**progress, **self._identity, "settings": self.settings},
             keep_last=arguments.keep_last,
             keep_every=arguments.keep_every_steps,
             run=self.run_id,

@@ -16,7 +16,7 @@ import deepspeed.comm as dist
 
 from megaclip.checkpoint.search import MODEL_CARD, locate, tag_of
 from megaclip.comm.collectives import gather_objects, sum_counts, wait_for_all_ranks
-from megaclip.config import BatchLayout, TrainArguments, parse_arguments
+from megaclip.config import TrainArguments, parse_arguments
 from megaclip.data import check_batch
 from megaclip.engine.checkpoints import Checkpoints
 from megaclip.engine.equal_inputs import require_equal_inputs
@@ -24,7 +24,6 @@ from megaclip.engine.inputs import Inputs, read_inputs
 from megaclip.engine.metrics import Metrics
 from megaclip.engine.preflight import check_fit, report_peak
 from megaclip.engine.process_group import end_spare_ranks, start_process_group, wait_if_spare
-from megaclip.engine.resume import describe_run
 from megaclip.engine.run_folder import (
     SUMMARY,
     report_write_errors,
@@ -34,7 +33,6 @@ from megaclip.engine.run_folder import (
     write_summary,
 )
 from megaclip.engine.saved_model import locked_weights, write_model_folder
-from megaclip.engine.schedule import RunLength
 from megaclip.engine.trainer import Trainer
 from megaclip.errors import DataError, MegaclipError, refused_before_training
 from megaclip.guards.signals import StopSignals, end_with_launcher
@@ -91,13 +89,14 @@ def train(arguments: TrainArguments) -> int:
         return exit_code
     start_process_group()
     require_equal_inputs(arguments, inputs)
-    batch_layout = inputs.config.batch_layout(dist.get_world_size())
     with refused_before_training():
-        check_batch(batch_layout.global_batch, inputs.train.order(seed=arguments.seed))
+        check_batch(
+            inputs.config.batch_layout(dist.get_world_size()).global_batch, inputs.train.order(seed=arguments.seed)
+        )
     memory_plan = check_fit(arguments, inputs)
     with run_folder(arguments) as folder:
         with refused_before_training():
-            run = Run(arguments, inputs, batch_layout, folder, memory_plan)
+            run = Run(arguments, inputs, folder, memory_plan)
             run.checkpoints.resume()
         run.write_description()  # not before: a checkpoint that is refused must leave the old description unchanged
         if run.is_finished():
@@ -118,24 +117,12 @@ class Run:
     Construct it, then call `checkpoints.resume`, `write_description` and `train_to_end`, on all ranks together.
     """
 
-    def __init__(
-        self,
-        arguments: TrainArguments,
-        inputs: Inputs,
-        batch_layout: BatchLayout,
-        folder: Path,
-        memory_plan: MemoryPlan,
-    ) -> None:
-        self.arguments = arguments
-        self.inputs = inputs
-        self.batch_layout = batch_layout
-        self.folder = folder
-        self.length = RunLength.of(arguments, len(inputs.train), batch_layout.global_batch)
+    def __init__(self, arguments: TrainArguments, inputs: Inputs, folder: Path, memory_plan: MemoryPlan) -> None:
+        self.arguments, self.inputs, self.folder = arguments, inputs, folder
+        self.trainer = Trainer(arguments, inputs, memory_plan)
+        self.length = self.trainer.length
         self.last_step = min(self.length.total_steps, arguments.stop_after_steps or self.length.total_steps)
-        self.settings = {"arguments": arguments.recorded(), "ds_config": inputs.config.deepspeed}
-        self.trainer = Trainer(arguments, inputs, batch_layout, self.length, memory_plan)
-        identity = describe_run(inputs, arguments, batch_layout, self.length.total_steps)
-        self.checkpoints = Checkpoints(folder, self.trainer, identity, self.settings)
+        self.checkpoints = Checkpoints(folder, self.trainer)
         self.watchdog = Watchdog(folder, arguments.hang_timeout)
         self.scores: dict[str, float] = {}
         """Scores of the last evaluation, by name."""
@@ -163,7 +150,7 @@ class Run:
                     model.locked_weights = locked_weights(step, locked, bf16=self.inputs.config.bf16)
                 write_model_folder(self.checkpoints.folder / MODEL_CARD, self.inputs, model.locked_weights)
                 model.locked_weights = {}
-                write_settings(self.folder, self.settings, resumed_from)
+                write_settings(self.folder, self.checkpoints.settings, resumed_from)
                 self.checkpoints.best.resume(self.step, self.checkpoints.run_id)
 
     def is_finished(self) -> bool:
@@ -262,25 +249,26 @@ class Run:
             first_rank=self._is_first_rank,
             start_step=self.step,
             total_steps=self.length.total_steps,
-            global_batch=self.batch_layout.global_batch,
+            global_batch=self.trainer.batch.global_batch,
             log_every=self.arguments.log_every_n_steps,
             monitor=self.trainer.engine.monitor,
         )
 
     def _log_batch(self) -> None:
         """Log the steps of this process and how the contrastive batch is divided."""
+        batch = self.trainer.batch
         logger.info(
             "training steps %d to %d of %d: contrastive batch %d = %d ranks x %d image chunks of %d or %d text chunks "
             "of %d, %d samples an epoch",
             self.step,
             self.last_step,
             self.length.total_steps,
-            self.batch_layout.global_batch,
-            self.batch_layout.world_size,
-            self.batch_layout.accumulation,
-            self.batch_layout.micro_batch,
-            self.batch_layout.text_chunks,
-            self.batch_layout.text_micro_batch,
+            batch.global_batch,
+            batch.world_size,
+            batch.accumulation,
+            batch.micro_batch,
+            batch.text_chunks,
+            batch.text_micro_batch,
             len(self.inputs.train),
         )
 

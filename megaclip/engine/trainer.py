@@ -17,7 +17,7 @@ from megaclip.cache.passes import restored
 from megaclip.comm.collectives import gather_on_host, raise_on_all_ranks
 from megaclip.comm.groups import resolve
 from megaclip.comm.parallelism import parallel_groups
-from megaclip.config import BatchLayout, TrainArguments
+from megaclip.config import TrainArguments
 from megaclip.data import TrainLoader, normalised_pixels
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.metrics import Metrics, StepMetrics
@@ -44,19 +44,11 @@ logger = get_logger(__name__)
 class Trainer:
     """The model of a run with everything that a step changes. All ranks call each method together."""
 
-    def __init__(
-        self,
-        arguments: TrainArguments,
-        inputs: Inputs,
-        batch_layout: BatchLayout,
-        length: RunLength,
-        memory_plan: MemoryPlan,
-    ) -> None:
+    def __init__(self, arguments: TrainArguments, inputs: Inputs, memory_plan: MemoryPlan) -> None:
         """Build the model and the engine."""
-        self.arguments, self.inputs = arguments, inputs
-        self.config = inputs.config
-        self.length = length
-        self.memory_plan = memory_plan
+        self.arguments, self.inputs, self.memory_plan = arguments, inputs, memory_plan
+        self.config, self.batch = inputs.config, memory_plan.workload.batch
+        self.length = length = RunLength.of(arguments, len(inputs.train), self.batch.global_batch)
         self.schedule = chosen_schedule(arguments, length, self.config.learning_rate)
         self.engine: DeepSpeedEngine = build_engine(
             self.config,
@@ -84,13 +76,12 @@ class Trainer:
         """Number of optimizer steps done."""
         self._steps_here = 0
         """Number of steps that this process has done."""
-        self._global_batch = batch_layout.global_batch
         self._replica = parallel_groups(self.config.megaclip.tensor_parallel_size).data.rank
 
     @property
     def samples_consumed(self) -> int:
         """Number of samples that the steps took, over all ranks."""
-        return self.step * self._global_batch
+        return self.step * self.batch.global_batch
 
     def resumed(self, step: int) -> None:
         """Continue after `step` steps. The engine and the loss have loaded their checkpoint."""
@@ -114,7 +105,7 @@ class Trainer:
             DataError: on every rank, if the batch is larger than the data, or a rank cannot start its data workers.
         """
         arguments, inputs, plan = self.arguments, self.inputs, self.memory_plan
-        batch, place, transform = plan.workload.batch, plan.image_place, inputs.train_transform
+        batch, place, transform = self.batch, plan.image_place, inputs.train_transform
         read_once = batch.accumulation - plan.workload.encoded_again[0]
         with raise_on_all_ranks():
             loader = TrainLoader(
