@@ -185,11 +185,7 @@ class BestCheckpoint:
     """The best checkpoint of the run in a folder. Only the first rank uses it."""
 
     def __init__(self, folder: Path, arguments: TrainArguments) -> None:
-        """
-        Args:
-            folder: the run's folder.
-            arguments: the command line; its evaluation data are recorded.
-        """
+        """folder: the run's folder. arguments: the command line, whose evaluation data are recorded."""
         self._folder = folder
         self._file = folder / FILE
         self._data = _Data.model_validate({name: arguments.recorded()[name] for name in _Data.model_fields})
@@ -207,9 +203,7 @@ class BestCheckpoint:
         The record no longer applies if its checkpoint is missing or belongs to another run. Nor does it apply if the
         run resumes from an earlier step or evaluates on other data.
 
-        Args:
-            step: number of steps that are done.
-            run: identifier that the run's checkpoints record.
+        step: number of steps that are done. run: identifier that the run's checkpoints record.
         """
         self._run = run
         record = None

@@ -260,7 +260,7 @@ def end_spare_ranks(exit_code: int) -> None:
     spare = int(os.environ.get(_SPARE_RANKS, "0"))
     if not spare or rank_from_environment() != 0 or not torch.distributed.is_initialized():
         return
-    store, deadline = _connect(), time.monotonic() + _READ_LIMIT_S
+    store, deadline = connect(_READ_LIMIT_S), time.monotonic() + _READ_LIMIT_S
     store.set(_EXIT_CODE, str(exit_code))
     while store.add(_HAVE_READ, 0) < spare and time.monotonic() < deadline:
         time.sleep(0.05)  # the store ends with this process
@@ -275,24 +275,14 @@ def usable_ranks(config: TrainingConfig, ranks: int) -> int:
     return 0
 
 
-def _connect() -> TCPStore:
-    return TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=_CONNECT_LIMIT_S),
-    )
-
-
 def _wait_for_exit_code() -> int:
     """Wait until the first rank has left its exit code, and return it. Return 1 if the first rank is gone.
 
     SIGUSR1 has no effect meanwhile: Slurm sends it to every process, and the run ends after its step.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    with contextlib.suppress(DistNetworkError):
-        store = _connect()
+    with contextlib.suppress(DistNetworkError, ConfigError):
+        store = connect(_CONNECT_LIMIT_S)
         while not store.check([_EXIT_CODE]):
             time.sleep(0.5)
         exit_code = int(store.get(_EXIT_CODE))

@@ -7,9 +7,8 @@ received (`StopSignals.received_by_any_rank`). If any rank has received one, all
 - The ranks of other hosts may receive the same signal later. So a rank that is saving or has completed its last step
   ignores a first signal. SIGTERM still ends such a rank if another rank of its host has exited.
 
-The exit code is 128 + the number of the signal, as in a shell. Exit code 0 means that the run has trained to its end. A
-scheduler can therefore decide from the exit code whether to resume the run. The deepspeed launcher, `pdsh -S` and srun
-return this code. When the first rank exits with it, they end the other ranks. All ranks have saved by then.
+The exit code is 128 + the number of the signal (docs/operations.md). The deepspeed launcher, `pdsh -S` and srun return
+it. When the first rank exits with it, they end the other ranks. All ranks have saved by then.
 
 When the deepspeed launcher receives Ctrl-C or SIGTERM, or when a rank has died, it sends SIGTERM to each rank and its
 data workers, and SIGKILL 30 s later. (After Ctrl-C the terminal has also sent SIGINT to every rank.)
