@@ -4,7 +4,7 @@ sources.py opens datasets, order.py computes the order of the samples, and loade
 """
 
 from megaclip.data.batch import PADDING_ID, Batch, EvaluationBatch, LabelledBatch, RawSample, TrainBatch
-from megaclip.data.images import OPENAI_MEAN, OPENAI_STD, ImageTransform, normalised_pixels
+from megaclip.data.images import OPENAI_MEAN, OPENAI_STD, ImageTransform, image_decoder, normalised_pixels
 from megaclip.data.labelled import LabelledDataset, open_labelled
 from megaclip.data.loader import EvaluationLoader, TrainLoader, check_batch
 from megaclip.data.shared_memory import free_pages
@@ -30,6 +30,7 @@ __all__ = [
     "check_batch",
     "check_manifest",
     "free_pages",
+    "image_decoder",
     "load_tokenizer",
     "normalised_pixels",
     "open_labelled",

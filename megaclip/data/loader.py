@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from megaclip.data.batch import PADDING_ID, EvaluationBatch, LabelledBatch, TrainBatch
-from megaclip.data.images import ImageTransform
+from megaclip.data.images import ImageTransform, image_decoder
 from megaclip.data.order import MixtureOrder, SampleOrder, rank_positions
 from megaclip.data.reading import INSPECT_ADVICE, BadSampleLog, EvaluationReader, Loaded, ReadableSet, TrainReader
 from megaclip.data.shard_cache import ShardCache
@@ -29,7 +29,7 @@ from megaclip.data.sources import PairDataset
 from megaclip.data.tokenizers import Tokenizer
 from megaclip.data.workers import map_in_workers
 from megaclip.errors import DataError
-from megaclip.logging import get_logger
+from megaclip.logging import get_logger, log_once
 
 _logger = get_logger(__name__)
 
@@ -84,6 +84,7 @@ class TrainLoader:
         self._log = BadSampleLog(max_bad_fraction, "a substitute is used", "--max-bad-fraction")
         self._order = order = dataset.order(seed=seed, shard_order=shard_order)
         check_batch(self.samples_per_step, order)
+        log_once(_logger.info, f"training images are decoded and resized by {image_decoder()}")
         reader = TrainReader(dataset, transform, tokenizer, seed)
         self._cache: ShardCache | None = None
         if shards := dataset.remote_shards(shard_cache):

@@ -14,7 +14,7 @@ from megaclip.checkpoint.manifest import find_damage_on_all_ranks, summary
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.comm.groups import group_rank
 from megaclip.config import BatchLayout, TrainArguments
-from megaclip.data import check_manifest
+from megaclip.data import check_manifest, image_decoder
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedule import default_warmup
@@ -36,7 +36,8 @@ def describe_run(
 ) -> dict[str, Any]:
     """Return the properties of a run that every checkpoint stores, in JSON types.
 
-    A resumed run must have the same properties, except those in `_PARTITIONING` and, in some cases, `total_steps`.
+    A resumed run must have the same properties, except those in `_PARTITIONING`, `image_decoder` and, in some cases,
+    `total_steps`.
     """
     zero = inputs.config.for_deepspeed.get("zero_optimization", {})
     return {
@@ -58,6 +59,7 @@ def describe_run(
         "model": inputs.saved_config.to_open_clip() | _implementation(inputs.saved_config),
         "tokenizer": inputs.tokenizer.identity,
         "preprocess": inputs.preprocess_cfg,
+        "image_decoder": image_decoder(),
         "data": inputs.train.manifest(),
     }
 
@@ -219,7 +221,7 @@ def _check_all_found_the_same(tags: list[str]) -> None:
 
 def _check_same_run(state: dict[str, Any], identity: dict[str, Any]) -> None:
     """Raise unless the checkpoint with this `state` was written by the run with this `identity`."""
-    if missing := sorted(identity.keys() - state.keys()):
+    if missing := sorted(identity.keys() - state.keys() - {"image_decoder"}):
         raise CheckpointError(
             f"the checkpoint does not record {', '.join(missing)}, because an earlier version of MegaCLIP wrote it; "
             "export it with `megaclip export` and start from the export with --pretrained"
@@ -228,8 +230,15 @@ def _check_same_run(state: dict[str, Any], identity: dict[str, Any]) -> None:
         if type(state.get(name)) is not int or state[name] < 0:
             raise CheckpointError(f"the checkpoint's {name} is {state.get(name)!r}; choose another checkpoint")
     check_manifest(state["data"], identity["data"])
+    if (was := state.get("image_decoder", "Pillow")) != (now := identity.get("image_decoder")) and group_rank() == 0:
+        logger.warning(
+            "the images before the checkpoint were decoded and resized by %s, and now by %s: their pixels differ by "
+            "rounding, so the losses are not equal to the bit to those of a run without a stop",
+            was,
+            now,
+        )
     for key, now in json.loads(json.dumps(identity)).items():
-        if key in ("data", "total_steps", *_PARTITIONING) or (was := state[key]) == now:
+        if key in ("data", "total_steps", "image_decoder", *_PARTITIONING) or (was := state[key]) == now:
             continue
         if key == "global_batch":
             raise CheckpointError(

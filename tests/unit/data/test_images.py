@@ -73,7 +73,10 @@ def test_mean_and_standard_deviation_are_applied():
 
 
 def test_the_training_crop_shows_the_region_of_its_box():
-    """The reference crops the same box with Pillow and resizes it. JPEG draft decoding causes small differences."""
+    """The reference crops the same box with Pillow and resizes it.
+
+    A JPEG that is decoded at an eighth of its size is cropped at whole pixels of the small image.
+    """
     for width, height, kind in [(60, 40, "PNG"), (500, 300, "JPEG"), (40, 60, "JPEG")]:
         content = smooth(width, height, kind)
         transform = ImageTransform(32, training=True, scale=(0.3, 0.6))
@@ -83,7 +86,7 @@ def test_the_training_crop_shows_the_region_of_its_box():
         buffer = io.BytesIO()
         cropped.save(buffer, "PNG")
         expected = model_input(ImageTransform(32, resize_mode="squash"), buffer.getvalue())
-        assert (model_input(transform, content, seeds=(1, 2, 3)) - expected).abs().max() < 0.12  # of a range of about 4
+        assert (model_input(transform, content, seeds=(1, 2, 3)) - expected).abs().max() < 0.2  # of a range of about 4
 
 
 def test_the_crop_depends_on_seed_epoch_and_id_only():
@@ -170,6 +173,90 @@ def test_unknown_settings_are_errors():
     for wrong in ({"interpolation": "nearest"}, {"resize_mode": "longest"}, {"scale": (0.0, 1.0)}):
         with pytest.raises(ConfigError):
             ImageTransform(16, **wrong)
+
+
+# ------------------------------------------------------------------------------------------------ decoders
+
+
+def photograph(width, height, kind="JPEG", mode="RGB", **options):
+    """Return an image with coarse and fine content, as in a photograph."""
+    generator = np.random.default_rng(width)
+    pixels = np.zeros((height, width, 3))
+    for cell in (2, 8, 32):
+        coarse = generator.integers(0, 256, (height // cell + 2, width // cell + 2, 3), dtype=np.uint8)
+        pixels += np.asarray(Image.fromarray(coarse).resize((width, height), Image.BICUBIC), float) * cell / 42
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).convert(mode).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+JPEGS = {
+    "4:4:4": {"subsampling": 0},
+    "4:2:2": {"subsampling": 1},
+    "4:2:0": {"subsampling": 2},
+    "progressive": {"progressive": True},
+    "grey": {"mode": "L"},
+    "cmyk": {"mode": "CMYK"},
+    "restarts": {"restart_marker_blocks": 3},
+}
+
+
+@pytest.fixture
+def crop_of(monkeypatch):
+    """Return the function that crops a file: with Pillow alone, or with torch and, if `fast`, with simplejpeg."""
+
+    def crop(content, size=64, *, torch_resizes=True, fast=True, interpolation="bicubic"):
+        with monkeypatch.context() as patch:
+            patch.setattr(images_module, "RESIZED_BY_TORCH", torch_resizes)
+            if not fast:
+                patch.setattr(images_module, "simplejpeg", None)
+            transform = ImageTransform(size, training=True, scale=(0.5, 1.0), interpolation=interpolation)
+            try:
+                return transform(content, seeds=(0, 1, 2))
+            except BadSample as bad:
+                return bad.kind, bad.detail
+
+    return crop
+
+
+@pytest.mark.parametrize("options", JPEGS.values(), ids=JPEGS)
+@pytest.mark.parametrize("size", [(150, 90), (301, 333), (1000, 701), (2055, 1100)])
+def test_simplejpeg_gives_the_pixels_of_pillow(crop_of, size, options):
+    """The sizes are decoded at 1, 1/2, 1/4 and 1/8."""
+    pytest.importorskip("simplejpeg")
+    content = photograph(*size, **options)
+    by_simplejpeg = isinstance(images_module._decoded(images_module.open_image(content), content), np.ndarray)
+    assert by_simplejpeg == (options.get("mode") != "CMYK")
+    assert torch.equal(crop_of(content), crop_of(content, fast=False))
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+@pytest.mark.parametrize(("kind", "mode"), [("JPEG", "RGB"), ("JPEG", "CMYK"), ("PNG", "P"), ("WEBP", "RGBA")])
+def test_torch_and_pillow_resize_alike(crop_of, kind, mode, interpolation):
+    for size in ((90, 70), (333, 222), (640, 480)):
+        content = photograph(*size, kind, mode)
+        ours, oracle = (
+            crop_of(content, torch_resizes=by_torch, interpolation=interpolation).int() for by_torch in (True, False)
+        )
+        difference = (ours - oracle).abs()
+        assert difference.max() <= 2 and difference.float().mean() < 0.02  # of 255
+
+
+def test_damaged_files_are_found_as_by_pillow(crop_of):
+    """A file is cut off, or a byte of its header or its data is changed: the same pixels or the same error."""
+    generator = np.random.default_rng(0)
+    found = {tuple: 0, torch.Tensor: 0}
+    for options in JPEGS.values():
+        whole = photograph(70, 50, **options)
+        for change in range(60):
+            content, place = bytearray(whole), int(generator.integers(3, len(whole) if change % 2 else 600))
+            content[place] = generator.integers(256)
+            content = bytes(content[:place] if change % 3 == 0 else content)
+            ours, oracle = crop_of(content, 32), crop_of(content, 32, fast=False)
+            assert type(ours) is type(oracle)
+            assert torch.equal(ours, oracle) if isinstance(ours, torch.Tensor) else ours == oracle
+            found[type(ours)] += 1
+    assert min(found.values()) > 50
 
 
 # ------------------------------------------------------------------------------------------------ hostile, unusual

@@ -1,5 +1,6 @@
 """Resume: how a checkpoint is loaded, and which checkpoints are refused before anything is loaded."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ IDENTITY: dict[str, Any] = {
     "locked": {"image": None, "text": None},
     "global_batch": 32,
     "total_steps": 6,
+    "image_decoder": "simplejpeg and torch",
     "data": {},
 }
 
@@ -76,6 +78,18 @@ def test_other_locks_and_incomplete_states_are_refused(monkeypatch):
         load(monkeypatch, {key: value for key, value in IDENTITY.items() if key != "locked"})
 
 
+@pytest.mark.parametrize(
+    ("was", "warned"), [(IDENTITY, ""), (IDENTITY | {"image_decoder": "Pillow"}, "by Pillow, and now by simplejpeg")]
+)
+def test_another_image_decoder_is_accepted_with_a_warning(monkeypatch, caplog, was, warned):
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    with caplog.at_level("WARNING"):
+        assert load(monkeypatch, was) == ["unchanged"]
+    assert warned in caplog.text and bool(caplog.text) == bool(warned)
+    without = {key: value for key, value in was.items() if key != "image_decoder"}  # written before it was recorded
+    assert load(monkeypatch, without) == ["unchanged"]
+
+
 JUNK: list[Any] = [None, -1, 0.5, True, "x", [], {}, [[]], {"sources": 3}, {"sources": [{}], "weights": None}]
 
 
@@ -99,7 +113,7 @@ def test_any_content_of_state_json_ends_in_one_readable_error(monkeypatch, key):
         except MegaclipError as error:
             assert "\n" not in str(error)
             refused += 1
-    assert refused >= len(JUNK) - 1 or key in resume._PARTITIONING  # partitioning settings may differ in any way
+    assert refused >= len(JUNK) - 1 or key in (*resume._PARTITIONING, "image_decoder")  # these may differ in any way
 
 
 CONST = ("--lr-scheduler", "const")
