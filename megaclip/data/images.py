@@ -151,8 +151,8 @@ class ImageTransform:
             crop = _pixels(_decoded(image, content))[None, :, top:bottom, left:right]
             crop = crop.contiguous(memory_format=torch.channels_last)  # a copy of whole rows is faster than a view
             return torch.nn.functional.interpolate(crop, size, mode=self.interpolation, antialias=True)[0]
-        crop = image.convert("RGB").crop((left, top, right, bottom))
-        return _pixels(crop.resize(size, _RESAMPLING[self.interpolation]))
+        box = (left, top, right, bottom)
+        return _pixels(image.convert("RGB").crop(box).resize(size, _RESAMPLING[self.interpolation]))
 
     def _resize_and_crop(self, image: Image.Image) -> torch.Tensor:
         # As open_clip: resize first, then convert to RGB. The order matters for images with a palette.

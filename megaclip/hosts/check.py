@@ -24,7 +24,7 @@ from megaclip.errors import DataError, first_line, public
 from megaclip.logging import local_rank_from_environment
 from megaclip.zero.op_builds import is_built
 
-PACKAGES = ("torch", "deepspeed", "numpy", "pillow", "open_clip_torch", "timm", "transformers", "triton")
+PACKAGES = ("torch", "deepspeed", "numpy", "pillow", "simplejpeg", "open_clip_torch", "timm", "transformers", "triton")
 """Packages whose versions must be equal on all hosts. A package may be missing on all of them."""
 _PRODUCTS = 5
 """Number of timed matrix products. The fastest counts, to reduce the effect of other programs."""
