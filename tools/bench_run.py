@@ -1,0 +1,140 @@
+"""Measure whole training runs on JPEG shards, as a user sees them: MegaCLIP beside open_clip's own trainer.
+
+    python tools/bench_run.py --model ViT-B-16 --batch 1024 --workers 14
+    python tools/bench_run.py --model ViT-B-32 --batch 4096 --gpus 2 --workers 8 --only megaclip
+
+It writes shards of JPEGs as img2dataset does (shorter side 384, quality 90, about 67 KB, one caption each), and starts
+each trainer on them with the same model, batch, workers, bf16 and torch.compile. A row has the samples per second over
+the last half of the steps, by the trainer's own log; the seconds from the start of the process to the first line of a
+step; and the largest memory of all its processes on the host. open_clip's trainer requires webdataset <= 0.2.86, and at
+least as many shards of 512 samples as workers.
+"""
+
+import argparse
+import io
+import multiprocessing
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+from PIL import Image
+
+SHARD = 512
+"""Samples of a shard."""
+RATES = {"megaclip": re.compile(r"samples/s (\d+)"), "open_clip": re.compile(r"([\d.]+)/s, [\d.]+/s/gpu")}
+"""Samples per second of all GPUs in a line of a trainer's log."""
+
+
+def write_shard(path: Path, side: int) -> None:
+    """Write one shard of smooth pictures with noise, in which no two are equal."""
+    generator = np.random.default_rng(int(path.stem))
+    with tarfile.open(path, "w") as tar:
+        for number in range(SHARD):
+            coarse = generator.integers(0, 256, (12, 15, 3), dtype=np.uint8)
+            picture = np.asarray(Image.fromarray(coarse).resize((side * 5 // 4, side), Image.Resampling.BICUBIC))
+            noise = generator.normal(0, 8.5, picture.shape)
+            jpeg = io.BytesIO()
+            Image.fromarray((picture + noise).clip(0, 255).astype(np.uint8)).save(jpeg, "jpeg", quality=90)
+            caption = f"picture {number} of shard {path.stem}".encode()
+            for extension, content in (("jpg", jpeg.getvalue()), ("txt", caption)):
+                member = tarfile.TarInfo(f"{path.stem}{number:04d}.{extension}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
+def commands(arguments: argparse.Namespace, data: Path, logs: Path) -> dict[str, list[str]]:
+    """Return the command of each trainer."""
+    shards = f"{data}/{{0000..{arguments.samples // SHARD - 1:04d}}}.tar"
+    total = arguments.batch * arguments.gpus
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(arguments.gpus)]
+    common = ["--model", arguments.model, "--train-data", shards, "--workers", str(arguments.workers)]
+    megaclip = [
+        *(*launcher, "--module", "megaclip", "train", *common),
+        *("--deepspeed-config", arguments.config, "--logs", str(logs), "--name", "megaclip"),
+        *("--train-steps", str(arguments.steps), "--save-frequency", "0", "--log-every-n-steps", "5"),
+        *("--set", f"train_batch_size={total}", f"train_micro_batch_size_per_gpu={arguments.batch}"),
+        *arguments.megaclip_flags,
+    ]
+    open_clip = [
+        *(*launcher, "--no_local_rank", "--module", "open_clip_train.main", *common),
+        *("--dataset-type", "webdataset", "--train-num-samples", str(arguments.steps * total), "--epochs", "1"),
+        *("--batch-size", str(arguments.batch), "--precision", arguments.precision, "--local-loss"),
+        *("--gather-with-grad", "--log-every-n-steps", "5", "--logs", str(logs), "--name", "open_clip"),
+        *("--warmup", "10", "--save-frequency", "0"),
+        *(["--dataset-resampled"] if arguments.steps * total > arguments.samples else []),
+        *([] if arguments.no_compile else ["--torchcompile"]),
+    ]
+    return {"megaclip": megaclip, "open_clip": open_clip}
+
+
+def measure(name: str, command: list[str]) -> str:
+    """Run a trainer and return its row."""
+    began, first, rates, memory = time.monotonic(), 0.0, list[float](), [0]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def watch() -> None:
+        while process.poll() is None:
+            used = 0
+            try:
+                for each in psutil.Process(process.pid).children(recursive=True):
+                    used += each.memory_full_info().pss
+            except psutil.Error:
+                continue
+            memory[0] = max(memory[0], used)
+            time.sleep(2)
+
+    threading.Thread(target=watch, daemon=True).start()
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if found := RATES[name].search(line):
+            first = first or time.monotonic() - began
+            rates.append(float(found[1]))
+    if process.wait() or not rates:
+        print("".join(lines[-30:]), file=sys.stderr)
+        return f"| {name} | ended with {process.returncode} | | |"
+    rate = statistics.median(rates[len(rates) // 2 :])
+    return f"| {name} | {rate:,.0f} | {first:.0f} | {memory[0] / 2**30:.1f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="ViT-B-16")
+    parser.add_argument("--batch", type=int, default=1024, help="samples of each GPU and step, in one chunk")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=14, help="data workers of each GPU")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--samples", type=int, default=16384, help="JPEGs, read again and again")
+    parser.add_argument("--side", type=int, default=384, help="shorter side of the JPEGs")
+    parser.add_argument("--config", default="zero1", help="MegaCLIP's ds_config.json")
+    parser.add_argument("--precision", default="pure_bf16", help="open_clip's")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--only", nargs="*", choices=RATES, default=list(RATES))
+    parser.add_argument("--megaclip-flags", nargs=argparse.REMAINDER, default=[], help="further flags of MegaCLIP")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        data, logs = Path(folder) / "data", Path(folder) / "logs"
+        data.mkdir()
+        shards = [(data / f"{number:04d}.tar", arguments.side) for number in range(arguments.samples // SHARD)]
+        with multiprocessing.Pool(os.cpu_count()) as pool:
+            pool.starmap(write_shard, shards)
+        size = sum(path.stat().st_size for path, _ in shards) / arguments.samples
+        print(f"{arguments.samples} JPEGs of {size / 1000:.0f} KB\n")
+        print("| trainer | samples/s | seconds to the first step | GiB of the host |\n| --- | --- | --- | --- |")
+        for name, command in commands(arguments, data, logs).items():
+            if name in arguments.only:
+                print(measure(name, command), flush=True)
+
+
+if __name__ == "__main__":
+    main()
