@@ -7,7 +7,7 @@ Checkpoints of a run:
 - `saved_states`: finds parameters by name in the files of all ranks, and joins whole weights for exports and
   evaluations. `megaclip.zero.reshard` loads a checkpoint from it with another number of ranks,
   ZeRO stage or precision.
-- `deepspeed_files`: writes and reads DeepSpeed's files without executing anything from them.
+- `deepspeed_files`: saves and loads through DeepSpeed's engine, without executing anything from its files.
 
 open_clip's format:
 

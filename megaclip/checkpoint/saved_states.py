@@ -14,7 +14,6 @@ read does not have to be the number that wrote.
 Nothing in the files is executed (`megaclip.checkpoint.deepspeed_files`).
 """
 
-import copy
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -111,27 +110,27 @@ class SavedStates:
         """Return those parameters, whole, whose working copies are float32."""
         working = {name: self._pieces.get((name, WORKING, 0), []) for name in names}
         exact = [name for name, pieces in working.items() if all(piece.flat.dtype == torch.float32 for piece in pieces)]
-        return {name: _whole(self, name, False) for name in exact}
+        return {name: self.whole(name) for name in exact}
 
     def state_kinds(self, name: str) -> list[str]:
         """Return the kinds of a parameter's optimizer state tensors, such as "exp_avg"."""
         kinds = [kind for (other, kind, tensor_rank) in self._pieces if (other, tensor_rank) == (name, 0)]
         return [kind for kind in kinds if kind not in (FP32, WORKING)]
 
-    def state_numbers(self, name: str) -> dict[str, Any]:
-        """Return a copy of the other entries of a parameter's optimizer state."""
-        return copy.deepcopy(self.numbers.get(name, {}))
-
     def has(self, name: str, kind: str) -> bool:
         """Return whether the checkpoint holds this kind of this parameter."""
         return (name, kind, 0) in self._pieces
 
-    def whole_shape(self, name: str) -> torch.Size:
-        """Return the shape of a whole parameter."""
+    def whole(self, name: str, *, ema: bool = False) -> torch.Tensor:
+        """Return a whole parameter in float32: its average with `ema`, else its master, else its working copy."""
         shape, dim = list(self.shapes[name]), split_dim(name)
         if dim is not None:
             shape[dim] *= self.tensor_ranks
-        return torch.Size(shape)
+        weights = torch.empty(shape)
+        preferred = (EMA, FP32) if ema else (FP32,)
+        kind = next((kind for kind in preferred if self.has(name, kind)), WORKING)
+        self.read(name, kind, weights.shape, ONE_RANK, 0, weights.view(-1))
+        return weights
 
     def read(self, name: str, kind: str, shape: torch.Size, group: RankGroup, start: int, out: torch.Tensor) -> None:
         """Fill `out` with consecutive elements of one tensor-parallel rank's part of a parameter.
@@ -253,22 +252,12 @@ def consolidated_weights(folder: Path, tag: str, *, ema: bool = False) -> StateD
                 f"{step} has no moving averages of the weights (--ema), which a run saves if megaclip.ema_decay is "
                 "set; leave out --ema"
             )
-        weights = {name: _whole(saved, name, ema) for name in saved.shapes}
+        weights = {name: saved.whole(name, ema=ema) for name in saved.shapes}
         return weights | {name: buffer.clone() for name, buffer in saved.buffers.items()}
     except CheckpointError:
         raise
     except Exception as error:  # a damaged file can cause any exception inside torch.load
         raise CheckpointError(f"{step} cannot be joined: {first_line(error)}; choose another checkpoint") from None
-
-
-def _whole(saved: SavedStates, name: str, ema: bool) -> torch.Tensor:
-    """Return a parameter in float32: its average with `ema`, else its master, else its working copy."""
-    shape = saved.whole_shape(name)
-    weights = torch.empty(shape)
-    preferred = (EMA, FP32) if ema else (FP32,)
-    kind = next((kind for kind in preferred if saved.has(name, kind)), WORKING)
-    saved.read(name, kind, shape, ONE_RANK, 0, weights.view(-1))
-    return weights
 
 
 def _read_elements(pieces: list[_Piece], start: int, out: torch.Tensor) -> None:

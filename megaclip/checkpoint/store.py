@@ -23,7 +23,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from megaclip.checkpoint import manifest
-from megaclip.checkpoint.deepspeed_files import CheckedFiles, read_file
+from megaclip.checkpoint.deepspeed_files import CheckedFiles, joint_epilogue, load_with, read_file, save_with
 from megaclip.checkpoint.durable import FileRecord, checksum, make_folders, read_text, sync_files
 from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.search import (
@@ -41,7 +41,6 @@ from megaclip.comm.groups import group_rank
 from megaclip.errors import CheckpointError, first_line
 from megaclip.files import sync_folder, write_atomically
 from megaclip.logging import get_logger
-from megaclip.zero.checkpointing import joint_epilogue, load_with, save_with
 
 logger = get_logger(__name__)
 
@@ -230,19 +229,13 @@ def writing(folder: Path) -> Iterator[None]:
         try:
             yield
         except (OSError, RuntimeError) as problem:
-            raise _cannot_write(problem, folder) from problem
-
-
-def _cannot_write(problem: Exception, folder: Path) -> CheckpointError:
-    """Return the error of a failed write. It reports the free space: PyTorch's message for a full disk is obscure."""
-    try:
-        free = f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB are free"
-    except OSError:
-        free = "it cannot be reached"
-    return CheckpointError(
-        f"cannot write the checkpoint: {first_line(problem)}; free space at {str(folder)!r} ({free}) or fix "
-        "permissions, then use --resume auto"
-    )
+            free = "it cannot be reached"
+            with contextlib.suppress(OSError):  # PyTorch's message for a full disk is obscure
+                free = f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB are free"
+            raise CheckpointError(
+                f"cannot write the checkpoint: {first_line(problem)}; free space at {str(folder)!r} ({free}) or fix "
+                "permissions, then use --resume auto"
+            ) from problem
 
 
 def read_state(folder: Path, tag: str) -> dict[str, Any]:

@@ -38,10 +38,6 @@ _OTHER_FILES = {
 """First bytes of files that hold no weights, or in a format that is not read: what the file is, and what to do."""
 _ENTRIES = ("state_dict_ema", "ema_state_dict", "model_ema", "state_dict", "model_state_dict", "model", "module")
 """Entries under which programs save the weights. The moving average comes first: its authors evaluate it."""
-_FOREIGN_NAMES = {
-    r"(vision|text)_model\.": "holds transformers' CLIPModel or SiglipModel, whose format is not read; use the same "
-    "model in open_clip's format, open_clip_model.safetensors or open_clip_pytorch_model.bin",
-}
 _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Parts of names that torch.compile, FSDP and activation checkpointing insert."""
 _SETTINGS = (
@@ -79,9 +75,11 @@ def read_tensors_of(path: Path, *, quick_gelu: bool = True) -> StateDict:
         if not _is_dense_tensor(value) or not (value.is_floating_point() or _counts_batches(name, value)):
             raise CheckpointError(f"{path}: entry {name!r} is a {_kind(value)}, expected a floating-point tensor")
         tensors[name] = value
-    for pattern, what in _FOREIGN_NAMES.items():
-        if any(re.match(pattern, name) for name in tensors):
-            raise CheckpointError(f"{path} {what}")
+    if any(name.startswith(("vision_model.", "text_model.")) for name in tensors):
+        raise CheckpointError(
+            f"{path} holds transformers' CLIPModel or SiglipModel, whose format is not read; use the same model in "
+            "open_clip's format, open_clip_model.safetensors or open_clip_pytorch_model.bin"
+        )
     return tensors
 
 

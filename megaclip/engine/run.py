@@ -140,15 +140,16 @@ class Run:
         """
         with report_write_errors():
             if self._is_first_rank:
-                resumed_from, model = None, self.trainer.engine.module
+                resumed_from, model, card = None, self.trainer.engine.module, self.checkpoints.folder / MODEL_CARD
+                locked = model.locked_weights
                 if self.step > 0:
                     wanted = self.arguments.resume or "auto"
                     source = self.checkpoints.folder if wanted == "auto" else locate(Path(wanted))[0]
                     resumed_from = source.parent
-                    locked = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+                    names = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
                     step = source / tag_of(self.step)
-                    model.locked_weights = locked_weights(step, locked, bf16=self.inputs.config.bf16)
-                write_model_folder(self.checkpoints.folder / MODEL_CARD, self.inputs, model.locked_weights)
+                    locked = locked_weights(step, card, names, bf16=self.inputs.config.bf16)
+                write_model_folder(card, self.inputs, locked)
                 model.locked_weights = {}
                 write_settings(self.folder, self.checkpoints.settings, resumed_from)
                 self.checkpoints.best.resume(self.step, self.checkpoints.run_id)

@@ -106,10 +106,11 @@ def _locate(source: Path, tag: str | None, ema: bool) -> tuple[Path, str] | None
     return locate(source, tag)
 
 
-def locked_weights(step: Path, names: list[str], *, bf16: bool) -> StateDict:
+def locked_weights(step: Path, folder: Path, names: list[str], *, bf16: bool) -> StateDict | None:
     """Return the locked parameters in float32 that a resumed run must keep, without those that were saved rounded only.
 
-    step: folder of the checkpoint. names: the locked parameters. bf16: whether the resumed run rounds its copies.
+    step: folder of the checkpoint. folder: the resumed run's folder `MODEL_CARD`; None is returned if it has their
+    file. names: the locked parameters. bf16: whether the resumed run rounds its copies.
 
     Raises:
         CheckpointError: a file is damaged.
@@ -120,23 +121,23 @@ def locked_weights(step: Path, names: list[str], *, bf16: bool) -> StateDict:
     if damaged := [problem for problem in manifest.find_damage(card) if problem.startswith(LOCKED_WEIGHTS)]:
         raise CheckpointError(f"{card} is damaged: {damaged[0]}; restore the file from a copy")
     if (card / LOCKED_WEIGHTS).is_file():
-        return read_tensors(card / LOCKED_WEIGHTS)
+        return None if card.resolve() == folder.resolve() else read_tensors(card / LOCKED_WEIGHTS)
     if not bf16 or (step / OFFLOADED).exists():
         return {}
     return SavedStates.open(step).float32_weights(names)
 
 
-def write_model_folder(folder: Path, inputs: Inputs, locked: StateDict) -> None:
+def write_model_folder(folder: Path, inputs: Inputs, locked: StateDict | None) -> None:
     """Write the model card and the tokenizer of a run into its folder `MODEL_CARD`, from which an export copies them.
 
     Files of an earlier tokenizer are deleted. locked: float32 values of locked parameters, for the exports of a run in
-    bf16.
+    bf16; None: the folder has their file, which stays as it is.
     """
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as written:
         inputs.tokenizer.write_open_clip(written)
         names = [CARD_NAME, *os.listdir(written), *(file.name for file in inputs.tokenizer.files)]
-    remove_earlier_files(folder, kept=names)
+    remove_earlier_files(folder, kept=names if locked is not None else [*names, LOCKED_WEIGHTS])
     if locked:
         write_tensors(folder / LOCKED_WEIGHTS, {name: value.float() for name, value in locked.items()})
     inputs.tokenizer.write_open_clip(folder)

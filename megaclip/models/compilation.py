@@ -46,7 +46,15 @@ def compiled_class(kind: type[nn.Module], *, recomputes: bool = False) -> type[n
     torch._inductor.config.fallback_random = True  # inductor's own numbers would differ between the cache's two passes
     name = getattr(kind, "COMPILED", "forward")
     plain = getattr(kind, name)
-    compiled = _compile(plain, recomputes)
+    torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+    # By default the compiler keeps a value that a matrix product of the backward pass reads. It could compute the value
+    # again in the kernel that already reads the inputs of the norm or activation function.
+    torch._functorch.config.ban_recompute_materialized_backward = not recomputes
+    # Inductor would round the rows of intermediate results up to 128 bytes. A product with such a result cannot add its
+    # bias in the same kernel: PyTorch fills the result with the bias first. In SO400M's MLP (4,304 channels, 65,536
+    # rows, H200) that took 0.5 ms besides 0.9 ms, and the rounded rows saved nothing. Products require 16 bytes.
+    torch._inductor.config.padding_alignment_bytes = 16
+    compiled = compiled_function(plain)
 
     def run(self: Any, *arguments: Any, **options: Any) -> Any:
         first = next(iter((*arguments, *options.values())))
@@ -70,18 +78,6 @@ def compiles_whole_tower(zero_stage: int, *, checkpointing: bool, coalesces: boo
 def compiled_function(function: Compiled) -> Compiled:
     """Return a compiled function, such as the preparation of a tower's input. It compiles as a whole or fails."""
     return torch.compile(function, backend=BACKEND, dynamic=False, fullgraph=True)
-
-
-def _compile(function: Callable[..., Any], recomputes: bool) -> Callable[..., Any]:
-    torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
-    # By default the compiler keeps a value that a matrix product of the backward pass reads. It could compute the value
-    # again in the kernel that already reads the inputs of the norm or activation function.
-    torch._functorch.config.ban_recompute_materialized_backward = not recomputes
-    # Inductor would round the rows of intermediate results up to 128 bytes. A product with such a result cannot add its
-    # bias in the same kernel: PyTorch fills the result with the bias first. In SO400M's MLP (4,304 channels, 65,536
-    # rows, H200) that took 0.5 ms besides 0.9 ms, and the rounded rows saved nothing. Products require 16 bytes.
-    torch._inductor.config.padding_alignment_bytes = 16
-    return compiled_function(function)
 
 
 @contextmanager

@@ -30,24 +30,21 @@ def known_configurations() -> Iterator[None]:
         yield
 
 
-def known_names() -> list[str]:
-    """Return the names of the text models whose configurations are known."""
-    return sorted(_known())
-
-
 def configuration(name: str) -> Any:
     """Return the configuration of a Hugging Face model. Raises ConfigError if it is not on this machine."""
     from transformers import AutoConfig
 
-    if not Path(name).is_dir() and name in _known():
-        settings = dict(_known()[name])
+    file = resources.files("megaclip.models") / "hugging_face_configs.json"
+    known: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    if not Path(name).is_dir() and name in known:
+        settings = known[name]
         return AutoConfig.for_model(settings.pop("model_type"), **settings)
     try:
         return AutoConfig.from_pretrained(name, local_files_only=True)
     except Exception as error:  # transformers does not document the exceptions that it raises
         raise ConfigError(
             f"text_cfg.hf_model_name {name!r} is neither a directory with a config.json, nor in the cache of the "
-            f"Hugging Face hub ({first_line(error)}), nor one of {', '.join(known_names())}; download its config.json "
+            f"Hugging Face hub ({first_line(error)}), nor one of {', '.join(sorted(known))}; download its config.json "
             "into a directory, and name that directory"
         ) from None
 
@@ -61,9 +58,3 @@ def position_limit(model: nn.Module) -> int | None:
         if isinstance(module, nn.Embedding) and name.endswith(("position_embeddings", "position_embedding"))
     ]
     return min(limits, default=None)
-
-
-def _known() -> dict[str, dict[str, Any]]:
-    text = (resources.files("megaclip.models") / "hugging_face_configs.json").read_text(encoding="utf-8")
-    known: dict[str, dict[str, Any]] = json.loads(text)
-    return known

@@ -8,7 +8,6 @@ the first two groups by tower, or by the layers of a tower (`DualEncoder.layer_g
 Each group has a factor of the learning rate, so all groups follow the same schedule.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -27,36 +26,21 @@ LR_SCALE = "lr_scale"
 """Key of a group's factor of the learning rate."""
 
 
-@dataclass(frozen=True)
-class _TowerSettings:
-    """Settings of one tower in the section "megaclip"."""
-
-    tower: str
-    """"image" or "text"."""
-    lr: float | None
-    weight_decay: float | None
-    layer_decay: float | None
-
-    @classmethod
-    def of(cls, tower: str, section: MegaclipSection) -> "_TowerSettings":
-        return cls(tower, *(getattr(section, f"{tower}_{key}") for key in ("lr", "weight_decay", "layer_decay")))
-
-    @property
-    def grouping(self) -> str | None:
-        """Division of the tower's parameters, besides weight decay. None: the tower has no separate groups."""
-        if self.layer_decay is not None:
-            return "layers"
-        return None if self.lr is None and self.weight_decay is None else "tower"
-
-    def factors(self, layers: int) -> list[float]:
-        """Return the factor of the tower's learning rate for each of its layer groups, from input to output."""
-        decay = 1.0 if self.layer_decay is None else self.layer_decay
-        return [decay**depth for depth in reversed(range(layers))]
-
-
 def grouping(section: MegaclipSection) -> dict[str, str | None]:
-    """Return the division of each tower's parameters in JSON types. A resumed run must have the same."""
-    return {tower: _TowerSettings.of(tower, section).grouping for tower in TOWER_PREFIXES}
+    """Return the division of each tower's parameters besides weight decay: "layers", "tower", or None for no division.
+
+    A resumed run must have the same.
+    """
+    found: dict[str, str | None] = {}
+    for tower in TOWER_PREFIXES:
+        set_keys = {key for key, value in _settings(section, tower).items() if value is not None}
+        found[tower] = "layers" if "layer_decay" in set_keys else "tower" if set_keys else None
+    return found
+
+
+def _settings(section: MegaclipSection, tower: str) -> dict[str, float | None]:
+    """Return a tower's own settings in the section "megaclip"."""
+    return {key: getattr(section, f"{tower}_{key}") for key in ("lr", "weight_decay", "layer_decay")}
 
 
 def parameter_groups(model: DualEncoder, config: TrainingConfig) -> list[dict[str, Any]]:
@@ -72,15 +56,16 @@ def parameter_groups(model: DualEncoder, config: TrainingConfig) -> list[dict[st
     scalars = {name: trained.pop(name) for name in SCALARS if name in trained}
     not_decayed, base = model.no_weight_decay_names(), config.optimizer.params
     divided: list[dict[str, Any]] = []
-    for tower, prefix in TOWER_PREFIXES.items():
-        settings = _TowerSettings.of(tower, config.megaclip)
-        if settings.grouping is None:
+    for tower, division in grouping(config.megaclip).items():
+        if division is None:
             continue
-        own = {name: trained.pop(name) for name in list(trained) if name.startswith(prefix)}
-        layers = _layers(model, settings, own)
-        _check_effect(settings, layers, not_decayed)
-        weight_decay = base.weight_decay if settings.weight_decay is None else settings.weight_decay
-        scales = [(settings.lr or base.lr) / base.lr * factor for factor in settings.factors(len(layers))]
+        settings = _settings(config.megaclip, tower)
+        own = {name: trained.pop(name) for name in list(trained) if name.startswith(TOWER_PREFIXES[tower])}
+        layers = _layers(model, tower, own) if division == "layers" else [own]
+        _check_effect(tower, settings, layers, not_decayed)
+        weight_decay = base.weight_decay if settings["weight_decay"] is None else settings["weight_decay"]
+        factor, decay = (settings["lr"] or base.lr) / base.lr, settings["layer_decay"] or 1.0
+        scales = [factor * decay**depth for depth in reversed(range(len(layers)))]
         for number, (layer, scale) in enumerate(zip(layers, scales, strict=True)):
             divided += _by_weight_decay(f"{tower}_{number}_", layer, not_decayed, weight_decay, scale)
         logger.info(
@@ -103,17 +88,12 @@ def parameter_groups(model: DualEncoder, config: TrainingConfig) -> list[dict[st
     return groups
 
 
-def _layers(
-    model: DualEncoder, settings: _TowerSettings, trained: dict[str, nn.Parameter]
-) -> list[dict[str, nn.Parameter]]:
+def _layers(model: DualEncoder, tower: str, trained: dict[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
     """Return the trained parameters of a tower by name, one dictionary for each layer group; locked ones are empty."""
-    if settings.layer_decay is None:
-        return [trained]
-    tower = model.visual if settings.tower == "image" else model.text
     names = {id(parameter): name for name, parameter in trained.items()}
     return [
         {names[id(parameter)]: parameter for parameter in layer if id(parameter) in names}
-        for layer in model.layer_groups(tower)
+        for layer in model.layer_groups(model.visual if tower == "image" else model.text)
     ]
 
 
@@ -129,18 +109,18 @@ def _by_weight_decay(
     ]
 
 
-def _check_effect(settings: _TowerSettings, layers: list[dict[str, nn.Parameter]], not_decayed: set[str]) -> None:
+def _check_effect(
+    tower: str, settings: dict[str, float | None], layers: list[dict[str, nn.Parameter]], not_decayed: set[str]
+) -> None:
     """Raise ConfigError if a setting of a tower changes no trained parameter."""
-    tower = settings.tower
     trained = [name for layer in layers for name in layer]
     without_effect = {
         "lr": "has no trained parameters" if not trained else "",
         "weight_decay": "" if set(trained) - not_decayed else "has no trained parameters with weight decay",
         "layer_decay": "" if any(layers[:-1]) else "has no trained parameters below its head",
     }
-    for key, reason in without_effect.items():
-        value = getattr(settings, key)
-        if value is not None and reason:
+    for key, value in settings.items():
+        if value is not None and (reason := without_effect[key]):
             raise ConfigError(
                 f"megaclip.{tower}_{key} {value:g} has no effect: the {tower} tower {reason}; leave it out, or use "
                 f"another --lock-{tower}"

@@ -12,6 +12,7 @@ Buffers (running statistics of batch norms) are whole and equal on every rank. O
 files of another format and is refused.
 """
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,9 @@ def _fill_partition(engine: DeepSpeedEngine, folder: Path) -> dict[str, int]:
     saved = SavedStates.open(folder)
     _fill(engine, groups, saved)
     _fill_frozen(engine, saved)
-    _fill_buffers(engine, saved)
+    buffers = dict(engine.module.named_buffers())
+    for name, value in saved.buffers.items():
+        buffers[name].copy_(value)
     return saved.counters
 
 
@@ -81,7 +84,7 @@ def _fill(engine: DeepSpeedEngine, groups: list[FlatGroup], saved: SavedStates) 
         first = group.slots[0].name
         # Numbers are copied for each group, because torch counts steps in place.
         state[index] = {kind: _gather(engine, saved, group, kind) for kind in saved.state_kinds(first)}
-        state[index] |= saved.state_numbers(first)
+        state[index] |= copy.deepcopy(saved.numbers.get(first, {}))
         group.flat.data.copy_(_gather(engine, saved, group, FP32))
     if not engine.zero_optimization():
         optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
@@ -106,13 +109,6 @@ def _fill_frozen(engine: DeepSpeedEngine, saved: SavedStates) -> None:
         slot = Slot(name, shape, start, 0, max(0, min(part.numel(), shape.numel() - start)))
         kind = FP32 if saved.has(name, FP32) else WORKING
         part.data.copy_(_gather(engine, saved, FlatGroup(part, [slot]), kind))
-
-
-def _fill_buffers(engine: DeepSpeedEngine, saved: SavedStates) -> None:
-    """Copy the saved values into the model's buffers."""
-    buffers = dict(engine.module.named_buffers())
-    for name, value in saved.buffers.items():
-        buffers[name].copy_(value)
 
 
 def _gather(engine: DeepSpeedEngine, saved: SavedStates, group: FlatGroup, kind: str) -> torch.Tensor:

@@ -77,7 +77,7 @@ def check_saved(engine: DeepSpeedEngine, case: Case, folder: Path, expected: dic
         load_resharded(resumed, folder / tag)
         for name, found in whole_parameters(resumed).items():
             assert torch.equal(torch.from_numpy(found), expected[name]), name
-        exact = locked_weights(folder / tag, locked, bf16=True)
+        exact = locked_weights(folder / tag, folder, locked, bf16=True)
         assert exact.keys() == set(locked) and all(torch.equal(exact[name], expected[name]) for name in locked)
 
 

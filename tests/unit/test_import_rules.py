@@ -14,7 +14,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "megaclip"
 
-DOOR = {"zero.checkpointing", "zero.op_builds", "zero.parameters", "zero.settings", "zero.versions"}
+DOOR = {"zero.op_builds", "zero.parameters", "zero.settings", "zero.versions"}
 """Modules of `zero` that every package may import. They import nothing else of `zero`."""
 FOUNDATION = {"devices", "environment", "errors", "files", "logging", "open_clip_package"} | DOOR
 ENGINE = FOUNDATION | {"config", "ops", "comm", "data", "losses", "models", "checkpoint", "evaluation"}
