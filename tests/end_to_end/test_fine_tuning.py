@@ -10,6 +10,7 @@ import torch
 
 from megaclip.checkpoint.open_clip_weights import read_weights
 from megaclip.checkpoint.saved_states import consolidated_weights
+from megaclip.checkpoint.search import LOCKED_WEIGHTS, STATE
 from megaclip.commands import evaluate, export_open_clip
 from tests.end_to_end.training_runs import DS_CONFIG, flags, run_in_ranks
 
@@ -102,6 +103,8 @@ def test_fine_tuning_resumes_exports_its_average_and_supplies_a_tower(tiny_run, 
     ]
     for end, _ in run_in_ranks(commands):
         assert end.exit_code == 0, end.output
+    kept = tmp_path / "new_text/checkpoints/model" / LOCKED_WEIGHTS
+    assert kept.stat().st_mtime_ns < (first / STATE).stat().st_mtime_ns, "the resumed run has not written it again"
     trained = consolidated_weights(tmp_path / "new_text_2/checkpoints", "step_00000002")
     other = consolidated_weights(tmp_path / "new_text/checkpoints", "step_00000002")
     for name, value in averages["whole"].items():
