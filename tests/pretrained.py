@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from megaclip.checkpoint.open_clip_weights import pretrained_weights, read_tensors
+from megaclip.checkpoint.open_clip_weights import pretrained_weights
+from megaclip.checkpoint.weight_files import read_tensors
 from megaclip.models import DualEncoder
 from megaclip.models.open_clip_keys import StateDict
 from megaclip.models.weights import copy_weights, fit_tower

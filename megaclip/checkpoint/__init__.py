@@ -11,7 +11,7 @@ Checkpoints of a run:
 
 open_clip's format:
 
-- `open_clip_weights`: files of weights, which `weight_files` reads. `megaclip.models.weights` fits them to a model.
+- `open_clip_weights`: weights of a model, which `weight_files` reads. `megaclip.models.weights` fits them to a model.
 - `open_clip_directory`: imports and exports.
 - `model_card`: model description, image preprocessing and tokenizer, beside the weights.
 - `verify`: compares an export with the model that open_clip loads from it.

@@ -116,11 +116,7 @@ def _write(
 
 
 def _tokenizer_files(source: Path) -> list[Path]:
-    """Return the files of a directory that may belong to its tokenizer: small files other than the model card and the
-    manifest.
-
-    Raises CheckpointError if a link leads out of the directory.
-    """
+    """Return the files of a directory that may belong to its tokenizer, by name and size; refuse links out of it."""
     if not source.is_dir():
         return []
     others = (CARD_NAME, manifest.MANIFEST)
@@ -131,17 +127,7 @@ def _tokenizer_files(source: Path) -> list[Path]:
 
 
 def _check_output(out_dir: Path, source: Path, *, overwrite: bool) -> None:
-    """Check that `out_dir` may be written.
-
-    Args:
-        out_dir: directory to write.
-        source: directory or file that is exported or imported: RUN/checkpoints, an open_clip directory or a file.
-        overwrite: whether `out_dir` may contain files.
-
-    Raises:
-        CheckpointError: `out_dir` is a file or below one, contains files, belongs to `source`, contains a run, or
-            cannot be read or written.
-    """
+    """Raise CheckpointError if `out_dir` cannot be written, contains files or a run, or belongs to `source`."""
     target, origin = out_dir.resolve(), source.resolve()
     if target == origin or origin in target.parents or (target / "checkpoints").is_dir():
         raise CheckpointError(f"{out_dir} belongs to {source}, or holds a run; choose another directory")

@@ -3,7 +3,7 @@
 A directory that `open_clip.create_model("local-dir:DIR")` loads holds the model card (`checkpoint.model_card`),
 `open_clip_model.safetensors` (float32) and, when the card names an HF tokenizer, the tokenizer's files. MegaCLIP
 exports to this format, imports from it and starts training from it. It is the only weights format besides a run's own
-checkpoints. `weight_files` reads files of weights, and `models.weights` fits them to a model.
+checkpoints. `weight_files` finds and reads files of weights, and `models.weights` fits them to a model.
 """
 
 from pathlib import Path
@@ -12,9 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megaclip.checkpoint.manifest import require_whole
-from megaclip.checkpoint.search import refuse_run
-from megaclip.checkpoint.weight_files import read_tensors_of
-from megaclip.errors import CheckpointError, first_line
+from megaclip.checkpoint.weight_files import WEIGHTS_NAME, read_tensors
+from megaclip.errors import first_line
 from megaclip.files import replacing
 from megaclip.logging import get_logger
 from megaclip.models import DualEncoder, ModelDescription, OpenClipConfig, build_model, meta_model
@@ -22,20 +21,6 @@ from megaclip.models.open_clip_keys import StateDict, from_open_clip, to_open_cl
 from megaclip.models.weights import compare_weights, fit_model, fit_tower
 
 logger = get_logger(__name__)
-
-WEIGHTS_NAME = "open_clip_model.safetensors"
-
-# File names of weights, in the order in which open_clip looks for them in a directory.
-_WEIGHTS_NAMES = (
-    WEIGHTS_NAME,
-    "open_clip_pytorch_model.safetensors",
-    "open_clip_pytorch_model.bin",
-    "open_clip_pytorch_model.pth",
-    "model.safetensors",
-    "pytorch_model.bin",
-    "pytorch_model.pth",
-    "model.pth",
-)
 
 
 def pretrained_weights(
@@ -99,22 +84,10 @@ def write_tensors(path: Path, tensors: StateDict) -> None:
         raise OSError(first_line(error)) from None
 
 
-def read_weights(path_or_dir: str | Path, config: ModelDescription | None = None) -> StateDict:
-    """Return weights in open_clip's format under MegaCLIP's names, on the CPU, with the dtypes of the file.
-
-    Args:
-        path_or_dir: a file that `weight_files.read_tensors_of` reads, or a directory that holds one.
-        config: description of the model that gets the weights. None: one of MegaCLIP's own towers.
-
-    Raises:
-        CheckpointError: the file does not exist, is not a weights file, or contains objects other than tensors.
-    """
-    return from_open_clip(read_tensors(path_or_dir, quick_gelu=config is None or config.quick_gelu), config)
-
-
-def read_tensors(path_or_dir: str | Path, *, quick_gelu: bool = True) -> StateDict:
-    """Return the tensors of a weights file under open_clip's names, as `weight_files.read_tensors_of` reads them."""
-    return read_tensors_of(_weights_file(Path(path_or_dir)), quick_gelu=quick_gelu)
+def read_weights(path_or_dir: str | Path, config: ModelDescription) -> StateDict:
+    """Return the weights of a file or directory under the names of the model that `config` describes, with the file's
+    dtypes, on the CPU. Raises CheckpointError as `weight_files.read_tensors`."""
+    return from_open_clip(read_tensors(path_or_dir, quick_gelu=config.quick_gelu), config)
 
 
 def assigned_model(config: ModelDescription, state_dict: StateDict) -> DualEncoder:
@@ -133,21 +106,3 @@ def assigned_model(config: ModelDescription, state_dict: StateDict) -> DualEncod
     compare_weights(model, state_dict).require_complete(problem)
     model.load_state_dict({name: value.float() for name, value in state_dict.items()}, assign=True)
     return model.eval()
-
-
-def holds_weights(directory: Path) -> bool:
-    """Return whether the directory has a file that `read_weights` would read."""
-    return any((directory / name).is_file() for name in _WEIGHTS_NAMES)
-
-
-def _weights_file(path: Path) -> Path:
-    if path.is_file():
-        refuse_run(path)
-        return path
-    if not path.is_dir():
-        raise CheckpointError(f"{path} does not exist; expected a weights file or a directory with {WEIGHTS_NAME}")
-    for name in _WEIGHTS_NAMES:
-        if (path / name).is_file():
-            return path / name
-    refuse_run(path)
-    raise CheckpointError(f"{path} holds no weights; expected {WEIGHTS_NAME} in it")

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from megaclip.checkpoint.deepspeed_files import read_file
-from megaclip.checkpoint.open_clip_weights import read_tensors
 from megaclip.checkpoint.search import LOCKED_WEIGHTS, MODEL_CARD
+from megaclip.checkpoint.weight_files import read_tensors
 from megaclip.comm.groups import RankGroup
 from megaclip.comm.parallelism import ONE_RANK
 from megaclip.errors import CheckpointError, first_line

@@ -1,7 +1,7 @@
 """Read the tensors of a file of weights that any program may have written, without executing anything from it.
 
 A file is recognised by its first bytes, not by its name, and its content by the names of its entries. What cannot be
-read is named, with what to do. `open_clip_weights` finds the file, and `models.weights` fits the tensors to a model.
+read is named, with what to do. `models.weights` fits the tensors to a model.
 """
 
 import pickletools
@@ -15,12 +15,26 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from megaclip.checkpoint.deepspeed_files import read_file
+from megaclip.checkpoint.search import refuse_run
 from megaclip.errors import CheckpointError, first_line, os_reason
 from megaclip.logging import get_logger
 from megaclip.models.open_clip_keys import StateDict
 
 logger = get_logger(__name__)
 
+WEIGHTS_NAME = "open_clip_model.safetensors"
+
+_WEIGHTS_NAMES = (
+    WEIGHTS_NAME,
+    "open_clip_pytorch_model.safetensors",
+    "open_clip_pytorch_model.bin",
+    "open_clip_pytorch_model.pth",
+    "model.safetensors",
+    "pytorch_model.bin",
+    "pytorch_model.pth",
+    "model.pth",
+)
+"""File names of weights, in the order in which open_clip looks for them in a directory."""
 _AGAIN = "is incomplete or damaged; download or copy it again"
 _UNPACK = "is a compressed file or an archive; unpack it, and give the file of weights in it"
 _OTHER_FILES = {
@@ -54,16 +68,17 @@ _OPENAI = "input_resolution"
 _NOT_PARAMETERS = {_OPENAI, "context_length", "vocab_size", "attn_mask"}
 
 
-def read_tensors_of(path: Path, *, quick_gelu: bool = True) -> StateDict:
+def read_tensors(path_or_dir: str | Path, *, quick_gelu: bool = True) -> StateDict:
     """Return the tensors of a file, on the CPU, with its dtypes and its names without the prefixes of wrappers.
 
-    The file is one of safetensors, of torch.save or of torch.jit.save (as OpenAI's).
-
-    quick_gelu: the model that gets the weights has this activation. OpenAI's weights require it.
+    Args:
+        path_or_dir: a file of safetensors, of torch.save or of torch.jit.save (as OpenAI's), or a directory with one.
+        quick_gelu: the model that gets the weights has this activation. OpenAI's weights require it.
 
     Raises:
-        CheckpointError: the file cannot be read, or holds something else.
+        CheckpointError: the file does not exist, cannot be read, or holds something else.
     """
+    path = _weights_file(Path(path_or_dir))
     content = _content(path)
     found = _unwrapped(_state_dict(content, path), path)
     if _OPENAI in found and not quick_gelu:
@@ -81,6 +96,24 @@ def read_tensors_of(path: Path, *, quick_gelu: bool = True) -> StateDict:
             "open_clip's format, open_clip_model.safetensors or open_clip_pytorch_model.bin"
         )
     return tensors
+
+
+def holds_weights(directory: Path) -> bool:
+    """Return whether the directory has a file that `read_tensors` would read."""
+    return any((directory / name).is_file() for name in _WEIGHTS_NAMES)
+
+
+def _weights_file(path: Path) -> Path:
+    if path.is_file():
+        refuse_run(path)
+        return path
+    if not path.is_dir():
+        raise CheckpointError(f"{path} does not exist; expected a weights file or a directory with {WEIGHTS_NAME}")
+    for name in _WEIGHTS_NAMES:
+        if (path / name).is_file():
+            return path / name
+    refuse_run(path)
+    raise CheckpointError(f"{path} holds no weights; expected {WEIGHTS_NAME} in it")
 
 
 def _content(path: Path) -> dict[str, Any]:

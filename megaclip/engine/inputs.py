@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, ModelCard, read_model_card
-from megaclip.checkpoint.open_clip_weights import holds_weights
+from megaclip.checkpoint.weight_files import holds_weights
 from megaclip.config import MegaclipSection, TrainArguments, TrainingConfig, load_training_config
 from megaclip.data import (
     ImageTransform,

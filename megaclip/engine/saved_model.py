@@ -10,10 +10,11 @@ from pathlib import Path
 
 from megaclip.checkpoint import manifest
 from megaclip.checkpoint.model_card import read_model_card, remove_earlier_files, write_model_card
-from megaclip.checkpoint.open_clip_weights import assigned_model, read_tensors, read_weights, write_tensors
+from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights, write_tensors
 from megaclip.checkpoint.saved_states import SavedStates, consolidated_weights
 from megaclip.checkpoint.search import LOCKED_WEIGHTS, MODEL_CARD, locate, require_whole
 from megaclip.checkpoint.store import OFFLOADED
+from megaclip.checkpoint.weight_files import read_tensors
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.data import ImageTransform, Tokenizer
 from megaclip.engine.inputs import Inputs

@@ -52,11 +52,9 @@ def to_open_clip(state_dict: StateDict, config: ModelDescription) -> StateDict:
     return result
 
 
-def from_open_clip(state_dict: StateDict, config: ModelDescription | None = None) -> StateDict:
-    """Return the state dict of open_clip's CLIP or CustomTextCLIP with MegaCLIP's names; keep unknown entries.
-
-    config: description of the model that gets the values. None: one of MegaCLIP's own towers.
-    """
+def from_open_clip(state_dict: StateDict, config: ModelDescription) -> StateDict:
+    """Return the state dict of open_clip's CLIP or CustomTextCLIP with the names of the model that `config` describes;
+    keep unknown entries."""
     result = {}
     for name, value in state_dict.items():
         if name.startswith(_TEXT_ROOTS):

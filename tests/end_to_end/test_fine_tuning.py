@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaclip.checkpoint.open_clip_weights import read_weights
 from megaclip.checkpoint.saved_states import consolidated_weights
 from megaclip.checkpoint.search import LOCKED_WEIGHTS, STATE
+from megaclip.checkpoint.weight_files import read_tensors
 from megaclip.commands import evaluate, export_open_clip
 from tests.end_to_end.training_runs import DS_CONFIG, flags, run_in_ranks
 
@@ -82,7 +82,7 @@ def test_fine_tuning_resumes_exports_its_average_and_supplies_a_tower(tiny_run, 
     monkeypatch.setattr(sys, "argv", ["export", str(tmp_path / "whole"), str(exported), "--ema", "--verify"])
     export_open_clip.main()  # exits if open_clip's features differ
     assert "export_max_abs_diff" in capsys.readouterr().out
-    assert torch.equal(read_weights(exported)["visual.proj"], averages["whole"]["visual.proj"])
+    assert torch.equal(read_tensors(exported)["visual.proj"], averages["whole"]["visual.proj"])
 
     command = flags(
         tiny_run,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from megaclip.checkpoint.open_clip_weights import WEIGHTS_NAME
 from megaclip.checkpoint.verify import TOLERANCE
+from megaclip.checkpoint.weight_files import WEIGHTS_NAME
 from megaclip.commands import export_open_clip
 from megaclip.data.tokenizers import SentencePieceTokenizer
 from megaclip.models.hugging_face import known_configurations

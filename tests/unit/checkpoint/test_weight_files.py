@@ -9,6 +9,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 from torch import nn
 
-from megaclip.checkpoint.weight_files import read_tensors_of
+from megaclip.checkpoint.weight_files import read_tensors
 from megaclip.errors import CheckpointError
 
 
@@ -91,7 +92,7 @@ READ: dict[str, Save] = {
 @pytest.mark.parametrize("program", READ)
 def test_the_files_of_other_programs_give_the_same_tensors(model, expected, tmp_path, program):
     READ[program](model, expected, path := tmp_path / "weights.pt")
-    found = read_tensors_of(path)
+    found = read_tensors(path)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value) and found[name].dtype == value.dtype, name
@@ -100,7 +101,7 @@ def test_the_files_of_other_programs_give_the_same_tensors(model, expected, tmp_
 def test_one_tower_keeps_its_names_without_the_prefix_of_a_wrapper(expected, tmp_path):
     tower = {name: value for name, value in expected.items() if name.startswith("visual.")}
     torch.save({f"module.model.{name}": value for name, value in tower.items()}, tmp_path / "tower.pt")
-    assert read_tensors_of(tmp_path / "tower.pt").keys() == tower.keys()
+    assert read_tensors(tmp_path / "tower.pt").keys() == tower.keys()
 
 
 def archive(suffix: str) -> bytes:
@@ -137,6 +138,12 @@ REFUSED = {
         pickled({"student.logit_scale": torch.ones(()), "teacher.logit_scale": torch.ones(())}),
         "holds several models, student., teacher.",
     ),
+    "cut header": (save(ONE)[:4], "is incomplete or damaged"),
+    "list": (pickled([1, 2]), "does not hold a dictionary"),
+    "number": (pickled({**ONE, "visual.proj": 3.0}), "'visual.proj' is a float, expected a floating-point tensor"),
+    "integers": (pickled({**ONE, "visual.proj": torch.ones(2, dtype=torch.int64)}), "is a torch.strided tensor of "),
+    "sparse": (pickled({**ONE, "visual.proj": torch.eye(3).to_sparse()}), "is a torch.sparse_coo tensor of "),
+    "foreign class": (pickled({"state_dict": ONE, "args": SimpleNamespace(lr=1)}), "it uses types.SimpleNamespace"),
     "torch named": (pickled(ONE), "is a file of torch.save; rename it"),
     "numbers as names": (pickled({"state_dict": {1: torch.ones(2)}}), "its keys are not names"),
 }
@@ -145,9 +152,11 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_is_not_read_is_named(tmp_path, kind):
     content, message = REFUSED[kind]
-    (path := tmp_path / ("a.safetensors" if kind == "torch named" else "weights.bin")).write_bytes(content)
+    (path := tmp_path / ("a.safetensors" if kind in ("torch named", "cut header") else "weights.bin")).write_bytes(
+        content
+    )
     with pytest.raises(CheckpointError, match=message) as error:
-        read_tensors_of(path)
+        read_tensors(path)
     assert "\n" not in str(error.value) and str(path) in str(error.value)
 
 
@@ -167,11 +176,15 @@ class Malicious:
         return os.mkdir, (str(self.path),)
 
 
-def test_code_in_a_torchscript_archive_is_not_executed(model, tmp_path):
+def test_code_in_a_file_is_not_executed(model, tmp_path):
     READ["torch.jit.trace"](model, {}, source := tmp_path / "jit.pt")
-    changed = with_pickle(source, tmp_path / "bad.pt", pickle.dumps(Malicious(tmp_path / "evidence"), 2))
-    with pytest.raises(CheckpointError, match=r"GLOBAL posix\.mkdir"):
-        read_tensors_of(changed)
+    bad = Malicious(tmp_path / "evidence")
+    with_pickle(source, tmp_path / "bad.pt", pickle.dumps(bad, 2))
+    torch.save({"state_dict": {"visual.proj": bad}}, tmp_path / "torch.pt")
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps({"state_dict": {"visual.proj": bad}}))
+    for name in ("bad.pt", "torch.pt", "plain.pt"):
+        with pytest.raises(CheckpointError, match=r"posix\.mkdir"):
+            read_tensors(tmp_path / name)
     assert not (tmp_path / "evidence").exists()
 
 
@@ -187,7 +200,7 @@ def test_damaged_torchscript_archives_are_errors_of_one_line(model, expected, tm
     def change(place: int, byte: int) -> None:
         bad = content[:place] + bytes([byte]) + content[place + 1 :]
         try:
-            found = read_tensors_of(with_pickle(source, tmp_path / "bad.pt", bad))
+            found = read_tensors(with_pickle(source, tmp_path / "bad.pt", bad))
             outcomes.add("read")
             assert all(isinstance(value, torch.Tensor) for value in found.values())
         except CheckpointError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megaclip import commands
-from megaclip.checkpoint.open_clip_weights import read_weights
+from megaclip.checkpoint.weight_files import read_tensors
 from megaclip.commands import COMMANDS, evaluate, import_open_clip, list_models, main
 from megaclip.config import load_training_config
 from megaclip.config.training import SHIPPED
@@ -171,11 +171,11 @@ def test_importing_a_run_names_the_export(tmp_path, monkeypatch):
         ):
             import_open_clip.main()
         with pytest.raises(CheckpointError, match=r"holds DeepSpeed checkpoints of a run.*megaclip export"):
-            read_weights(source)
+            read_tensors(source)
     states = step / "mp_rank_00_model_states.pt"
     states.write_bytes(b"")
     with pytest.raises(CheckpointError, match=f"write them with `megaclip export {step} OUT_DIR`"):
-        read_weights(states)
+        read_tensors(states)
 
 
 def test_the_tokenizer_accepts_the_column_that_its_error_asks_for(tmp_path, monkeypatch, capsys):

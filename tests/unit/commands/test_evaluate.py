@@ -293,7 +293,7 @@ def test_export_accepts_the_same_paths_as_the_evaluation(
     folder: Path, model: ClipModel, source: str, tag: str | None, tmp_path: Path
 ) -> None:
     _, weights = export_checkpoint(folder / source, tmp_path / "out", tag)
-    exported = read_weights(tmp_path / "out")
+    exported = read_weights(tmp_path / "out", model.config)
     assert all(torch.equal(exported[name], value) for name, value in model.state_dict().items())
     assert weights.keys() == exported.keys()
 

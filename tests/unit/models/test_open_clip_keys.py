@@ -52,7 +52,7 @@ def open_clip_model(description, seed=0):
 
 def ours_with_weights_of(theirs, config: ModelConfig) -> ClipModel:
     model = meta_model(config)
-    model.load_state_dict(from_open_clip(theirs.state_dict()), assign=True)
+    model.load_state_dict(from_open_clip(theirs.state_dict(), config), assign=True)
     return model.eval()
 
 
@@ -120,7 +120,7 @@ def test_names_and_shapes_of_the_large_towers_equal_open_clips(name):
     ours = meta_model(load_model_config(name))
     exported = to_open_clip(ours.state_dict(), ours.config)
     assert {key: value.shape for key, value in exported.items()} == {key: value.shape for key, value in theirs.items()}
-    back = from_open_clip(theirs)
+    back = from_open_clip(theirs, ours.config)
     expected = {key: value.shape for key, value in ours.state_dict().items()}
     assert {key: value.shape for key, value in back.items()} == expected
 
