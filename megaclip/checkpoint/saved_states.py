@@ -73,20 +73,16 @@ class SavedStates:
 
     @classmethod
     def open(cls, folder: Path) -> "SavedStates":
-        """Memory-map the files of the checkpoint in `folder`.
+        """Memory-map the files of the checkpoint in `folder`, which is whole (`search.require_whole`).
 
         Raises:
-            CheckpointError: files are missing.
+            CheckpointError: a file is damaged or holds other objects.
         """
         model_files = {
             (int(match[2]), int(match[1] or 0)): path
             for path in folder.iterdir()
             if (match := _MODEL_FILE.fullmatch(path.name))
         }
-        if not model_files:
-            raise CheckpointError(
-                f"checkpoint {str(folder)!r} is incomplete: it has no *_model_states.pt; choose another one"
-            )
         # ZeRO-0 to 2 write one model file for each tensor-parallel rank, ZeRO-3 one for each rank.
         one_model_file = (folder / "mp_rank_00_model_states.pt").is_file()
         first = _map(model_files[min(model_files)])
@@ -95,9 +91,7 @@ class SavedStates:
         saved.buffers = {name: first["module"][name] for name in first.get("buffer_names") or ()}
         saved.counters = {name: first[name] for name in ("global_steps", "global_samples", "skipped_steps")}
         for tensor_rank in range(saved.tensor_ranks):
-            found = [rank for tensor, rank in model_files if tensor == tensor_rank]
-            _require_ranks(folder, found, 1 if one_model_file else ranks)
-            optimizers = [_map(path)["optimizer_state_dict"] for path in _optimizer_files(folder, tensor_rank, ranks)]
+            optimizers = [_map(path)["optimizer_state_dict"] for path in _optimizer_files(folder, tensor_rank)]
             if one_model_file:
                 saved._add_model_file(_map(model_files[tensor_rank, 0]), optimizers, tensor_rank)
                 continue
@@ -236,15 +230,13 @@ def consolidated_weights(folder: Path, tag: str, *, ema: bool = False) -> StateD
 
     Args:
         folder: RUN/checkpoints.
-        tag: name of the checkpoint, such as "step_00000100".
+        tag: name of the checkpoint, such as "step_00000100", which is whole.
         ema: return the moving averages of the weights. Buffers (running statistics) are those of the last step.
 
     Raises:
-        CheckpointError: the checkpoint does not exist, is incomplete, or has no moving averages.
+        CheckpointError: the checkpoint cannot be read, or has no moving averages.
     """
     step = folder / tag
-    if not step.is_dir():
-        raise CheckpointError(f"{step} does not exist; expected a directory saved by training")
     try:
         saved = SavedStates.open(step)
         if ema and not any(saved.has(name, EMA) for name in saved.shapes):
@@ -288,21 +280,11 @@ def _read_columns(
     out.copy_(own.flatten()[start - first * columns :][: len(out)])
 
 
-def _optimizer_files(folder: Path, tensor_rank: int, ranks: int) -> list[Path]:
+def _optimizer_files(folder: Path, tensor_rank: int) -> list[Path]:
     """Return the optimizer files of a tensor-parallel rank in rank order. ZeRO-0 writes none."""
     pattern = re.compile(rf"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_{tensor_rank:02d}_optim_states\.pt")
     found = {int(match[1]): path for path in folder.iterdir() if (match := pattern.fullmatch(path.name))}
-    if found:
-        _require_ranks(folder, list(found), ranks)
     return [found[rank] for rank in sorted(found)]
-
-
-def _require_ranks(folder: Path, found: list[int], ranks: int) -> None:
-    if sorted(found) != list(range(ranks)):
-        raise CheckpointError(
-            f"checkpoint {str(folder)!r} is incomplete: {ranks} ranks wrote it, but it has the files of ranks "
-            f"{sorted(found)}; choose another one"
-        )
 
 
 def _map(path: Path) -> dict[str, Any]:

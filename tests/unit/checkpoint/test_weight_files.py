@@ -181,7 +181,7 @@ def test_code_in_a_file_is_not_executed(model, tmp_path):
     bad = Malicious(tmp_path / "evidence")
     with_pickle(source, tmp_path / "bad.pt", pickle.dumps(bad, 2))
     torch.save({"state_dict": {"visual.proj": bad}}, tmp_path / "torch.pt")
-    (tmp_path / "plain.pt").write_bytes(pickle.dumps({"state_dict": {"visual.proj": bad}}))
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps({"state_dict": {"visual.proj": bad}}, 2))
     for name in ("bad.pt", "torch.pt", "plain.pt"):
         with pytest.raises(CheckpointError, match=r"posix\.mkdir"):
             read_tensors(tmp_path / name)
