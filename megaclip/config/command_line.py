@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from megaclip.errors import ConfigError, config_error, nearest, public
+from megaclip.errors import ConfigError, closest, config_error, public
 
 DEFAULT_EPOCHS = 32
 """Number of epochs when neither --train-steps nor --epochs is given."""
@@ -66,241 +66,191 @@ _GROUPS = {
 """First flag of each group of the help text -> title of the group."""
 
 
+_REQUIRES = {
+    "shard_cache_gb": ("shard_cache",),
+    "lock_image_unlocked_groups": ("lock_image",),
+    "lock_text_unlocked_layers": ("lock_text",),
+    "group_captions": ("val_data", "val_fraction"),
+    "eval_every_steps": ("val_data", "val_fraction", "zeroshot_data"),
+    "eval_ema": ("val_data", "val_fraction", "zeroshot_data"),
+}
+"""Flag -> flags of which it requires one."""
+
+
 class TrainArguments(BaseModel):
-    """Every flag of launch/train.py; the field `train_data` is the flag `--train-data`."""
+    """Every flag of launch/train.py; the field `train_data` is the flag `--train-data`, its docstring the help text."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
-
-    deepspeed_config: str = Field(
-        description="path of ds_config.json (batch, precision, optimizer, ZeRO, the section 'megaclip'), or the name "
-        "of a shipped one, such as zero3_offload"
-    )
-    model: str = Field(
-        description="name of a model (such as ViT-B-32), path of a model JSON in open_clip's schema, or an exported or "
-        "imported directory; its weights are loaded by --pretrained only"
-    )
-    train_data: list[str] = Field(
-        min_length=1,
-        description="training data, by path or URL: tar shards (as brace patterns or globs), parquet, CSV, JSON lines, "
-        "image folders, saved or hub datasets; several entries make a mixture",
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
     )
 
-    set: list[str] = Field(
-        default=[],
-        description="settings of ds_config.json for this run, instead of the file's: KEY=VALUE with dots in KEY and a "
-        "JSON value, such as megaclip.loss=siglip or optimizer.params.lr=1e-4; KEY=null leaves a setting out",
-    )
+    deepspeed_config: str
+    """path of ds_config.json (batch, precision, optimizer, ZeRO, the section 'megaclip'), or the name of a shipped one,
+    such as zero3_offload"""
+    model: str
+    """name of a model (such as ViT-B-32), path of a model JSON in open_clip's schema, or an exported or imported
+    directory; its weights are loaded by --pretrained only"""
+    train_data: list[str] = Field(min_length=1)
+    """training data, by path or URL: tar shards (as brace patterns or globs), parquet, CSV, JSON lines, image folders,
+    saved or hub datasets; several entries make a mixture"""
 
-    train_data_weights: list[Annotated[float, Field(gt=0)]] = Field(
-        default=[], description="mixture weights, one per --train-data entry (default: proportional to their sizes)"
-    )
-    dataset_type: DatasetType = Field(
-        default="auto", description="format of --train-data and --val-data; 'auto' detects it from the file names"
-    )
-    image_key: str | None = Field(default=None, description="column or extension of the images")
-    caption_key: str | None = Field(
-        default=None,
-        description="column, extension or JSON field of the captions; json.FIELD reads only the field",
-    )
-    image_root: str | None = Field(
-        default=None,
-        description="folder to which the image paths in tables are relative (default: the table's folder, or else the "
-        "working directory)",
-    )
-    id_key: str = Field(
-        default="caption",
-        description="which pairs are equal for megaclip.same_ids: those with the same 'caption' (except for white "
-        "space), the same 'image' file, or the same value in a column of a table",
-    )
-    tokenizer: str | None = Field(
-        default=None,
-        description="'clip', path of a sentencepiece model, or directory of a Hugging Face tokenizer (default: the "
-        "tokenizer in the model card of --pretrained or --model, else the one that the model names, else 'clip')",
-    )
-    workers: NotNegative = Field(default=DEFAULT_WORKERS, description="number of data worker processes per rank")
-    shard_order: Literal["shuffled", "sequential"] = Field(
-        default="shuffled",
-        description=(
-            "order of the shards; 'sequential' keeps the given order (for curricula) and shuffles within each shard"
-        ),
-    )
-    shard_cache: str | None = Field(
-        default=None,
-        description="folder on a local disk where the ranks of a host keep the tar shards of URLs that are needed next "
-        "(default: samples are read one by one)",
-    )
-    shard_cache_gb: PositiveFloat | None = Field(
-        default=None, description="largest size of --shard-cache in GB (default: half of its disk)"
-    )
-    data_offload_dir: str | None = Field(
-        default=None,
-        description="folder for the images that megaclip.data_offload stores on disk (default: the run's folder)",
-    )
+    set: list[str] = []
+    """settings of ds_config.json for this run, instead of the file's: KEY=VALUE with dots in KEY and a JSON value, such
+    as megaclip.loss=siglip or optimizer.params.lr=1e-4; KEY=null leaves a setting out"""
+
+    train_data_weights: list[Annotated[float, Field(gt=0)]] = []
+    """mixture weights, one per --train-data entry (default: proportional to their sizes)"""
+    dataset_type: DatasetType = "auto"
+    """format of --train-data and --val-data; 'auto' detects it from the file names"""
+    image_key: str | None = None
+    """column or extension of the images"""
+    caption_key: str | None = None
+    """column, extension or JSON field of the captions; json.FIELD reads only the field"""
+    image_root: str | None = None
+    """folder to which the image paths in tables are relative (default: the table's folder, or else the working
+    directory)"""
+    id_key: str = "caption"
+    """which pairs are equal for megaclip.same_ids: those with the same 'caption' (except for white space), the same
+    'image' file, or the same value in a column of a table"""
+    tokenizer: str | None = None
+    """'clip', path of a sentencepiece model, or directory of a Hugging Face tokenizer (default: the tokenizer in the
+    model card of --pretrained or --model, else the one that the model names, else 'clip')"""
+    workers: NotNegative = DEFAULT_WORKERS
+    """number of data worker processes per rank"""
+    shard_order: Literal["shuffled", "sequential"] = "shuffled"
+    """order of the shards; 'sequential' keeps the given order (for curricula) and shuffles within each shard"""
+    shard_cache: str | None = None
+    """folder on a local disk where the ranks of a host keep the tar shards of URLs that are needed next (default:
+    samples are read one by one)"""
+    shard_cache_gb: PositiveFloat | None = None
+    """largest size of --shard-cache in GB (default: half of its disk)"""
+    data_offload_dir: str | None = None
+    """folder for the images that megaclip.data_offload stores on disk (default: the run's folder)"""
     # `megaclip.config` and `megaclip.data` may not import each other. Loaders and transforms that are constructed
     # without a command line therefore have their own defaults for max_bad_fraction and aug_scale.
-    max_bad_fraction: float = Field(
-        default=0.01, ge=0, le=1, description="largest fraction of bad samples; the run stops above it"
-    )
+    max_bad_fraction: float = Field(default=0.01, ge=0, le=1)
+    """largest fraction of bad samples; the run stops above it"""
 
-    aug_scale: tuple[float, float] = Field(
-        default=(0.9, 1.0),
-        description="smallest and largest area of the random resized crop, as fractions of the image",
-    )
-    image_mean: tuple[float, float, float] | None = Field(
-        default=None, description="channel means of the pixels (default: as in the model card, otherwise OpenAI's)"
-    )
-    image_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = Field(
-        default=None, description="channel standard deviations of the pixels (default: as for --image-mean)"
-    )
-    image_interpolation: Literal["bicubic", "bilinear"] | None = Field(
-        default=None,
-        description="interpolation when images are resized: bicubic or bilinear (default: as for --image-mean)",
-    )
-    image_resize_mode: Literal["shortest", "squash"] | None = Field(
-        default=None,
-        description="resizing in evaluation: shortest (resize the shorter side, then crop the centre) or squash "
-        "(default: as for --image-mean)",
-    )
+    aug_scale: tuple[float, float] = (0.9, 1.0)
+    """smallest and largest area of the random resized crop, as fractions of the image"""
+    image_mean: tuple[float, float, float] | None = None
+    """channel means of the pixels (default: as in the model card, otherwise OpenAI's)"""
+    image_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
+    """channel standard deviations of the pixels (default: as for --image-mean)"""
+    image_interpolation: Literal["bicubic", "bilinear"] | None = None
+    """interpolation when images are resized: bicubic or bilinear (default: as for --image-mean)"""
+    image_resize_mode: Literal["shortest", "squash"] | None = None
+    """resizing in evaluation: shortest (resize the shorter side, then crop the centre) or squash (default: as for
+    --image-mean)"""
 
-    pretrained: str | None = Field(default=None, description="initial weights: an open_clip file or folder")
-    pretrained_image: str | None = Field(
-        default=None,
-        description="initial weights of the image tower, instead of those of --pretrained: a file or folder with an "
-        "open_clip model, its image tower, or a timm model",
-    )
-    pretrained_text: str | None = Field(
-        default=None,
-        description="initial weights of the text tower, instead of those of --pretrained: a file or folder with an "
-        "open_clip model, its text tower, or a Hugging Face text model",
-    )
-    lock_image: bool = Field(default=False, description="freeze the image tower")
-    lock_image_unlocked_groups: NotNegative = Field(default=0, description="number of last layer groups to train")
-    lock_text: bool = Field(default=False, description="freeze the text tower")
-    lock_text_unlocked_layers: NotNegative = Field(default=0, description="number of last layers to train")
-    force_patch_dropout: float | None = Field(
-        default=None, ge=0, lt=1, description="patch dropout, instead of the model's"
-    )
-    logit_scale_max: float = Field(
-        default=100.0,
-        ge=1,
-        description="upper bound of exp(logit_scale), at least 1; without the flag, weights above it raise it",
-    )
+    pretrained: str | None = None
+    """initial weights: an open_clip file or folder"""
+    pretrained_image: str | None = None
+    """initial weights of the image tower, instead of those of --pretrained: a file or folder with an open_clip model,
+    its image tower, or a timm model"""
+    pretrained_text: str | None = None
+    """initial weights of the text tower, instead of those of --pretrained: a file or folder with an open_clip model,
+    its text tower, or a Hugging Face text model"""
+    lock_image: bool = False
+    """freeze the image tower"""
+    lock_image_unlocked_groups: NotNegative = 0
+    """number of last layer groups to train"""
+    lock_text: bool = False
+    """freeze the text tower"""
+    lock_text_unlocked_layers: NotNegative = 0
+    """number of last layers to train"""
+    force_patch_dropout: float | None = Field(default=None, ge=0, lt=1)
+    """patch dropout, instead of the model's"""
+    logit_scale_max: float = Field(default=100.0, ge=1)
+    """upper bound of exp(logit_scale), at least 1; without the flag, weights above it raise it"""
 
     epochs: Positive | None = Field(
         default=None, description=f"passes over the training data (default {DEFAULT_EPOCHS})"
     )
-    train_steps: Positive | None = Field(default=None, description="number of optimizer steps, instead of --epochs")
+    train_steps: Positive | None = None
+    """number of optimizer steps, instead of --epochs"""
     warmup: NotNegative | None = Field(
         default=None,
         description=f"number of warm-up steps (default: {LONGEST_DEFAULT_WARMUP}, or a tenth of the run's steps if "
         "that is less)",
     )
-    lr_scheduler: Literal["cosine", "const", "const-cooldown"] = Field(
-        default="cosine", description="learning rate schedule"
-    )
-    lr_min: float = Field(default=0.0, ge=0, description="last learning rate (cosine)")
-    epochs_cooldown: Positive | None = Field(default=None, description="epochs of cooldown at the end (const-cooldown)")
-    cooldown_steps: Positive | None = Field(default=None, description="steps of cooldown at the end (const-cooldown)")
-    lr_cooldown_power: float = Field(default=1.0, gt=0, description="power of the decay (const-cooldown)")
-    lr_cooldown_end: float = Field(default=0.0, ge=0, description="last learning rate (const-cooldown)")
-    seed: NotNegative = Field(
-        default=0, le=_LARGEST_SEED, description="seed of the data order, augmentation, initialisation and dropout"
-    )
-    stop_after_steps: Positive | None = Field(
-        default=None,
-        description="number of steps, counted from the start of the run, after which the run saves and stops; the "
-        "schedule stays that of the whole run",
-    )
+    lr_scheduler: Literal["cosine", "const", "const-cooldown"] = "cosine"
+    """learning rate schedule"""
+    lr_min: float = Field(default=0.0, ge=0)
+    """last learning rate (cosine)"""
+    epochs_cooldown: Positive | None = None
+    """epochs of cooldown at the end (const-cooldown)"""
+    cooldown_steps: Positive | None = None
+    """steps of cooldown at the end (const-cooldown)"""
+    lr_cooldown_power: float = Field(default=1.0, gt=0)
+    """power of the decay (const-cooldown)"""
+    lr_cooldown_end: float = Field(default=0.0, ge=0)
+    """last learning rate (const-cooldown)"""
+    seed: NotNegative = Field(default=0, le=_LARGEST_SEED)
+    """seed of the data order, augmentation, initialisation and dropout"""
+    stop_after_steps: Positive | None = None
+    """number of steps, counted from the start of the run, after which the run saves and stops; the schedule stays that
+    of the whole run"""
 
-    val_data: list[str] = Field(default=[], description="held-out image-text pairs for retrieval")
-    val_fraction: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="fraction of --train-data to hold out for retrieval, instead of --val-data; rows of a table that "
-        "name one image stay together",
-    )
-    group_captions: bool = Field(
-        default=False,
-        description="take every line of a text in --val-data as a caption (CLIP_benchmark's COCO and Flickr); default: "
-        "a text is one caption. Rows with equal images are always one image with several captions, and all captions of "
-        "a list are used. Training takes the captions of a list in turn, one per epoch",
-    )
-    zeroshot_data: str | None = Field(
-        default=None,
-        description="labelled images for zero-shot classification: a folder with one folder per class, or "
-        "CLIP_benchmark's layout (tar shards with .cls files, classnames.txt, templates)",
-    )
-    val_frequency: NotNegative = Field(default=1, description="epochs between evaluations; 0 evaluates only at the end")
-    eval_every_steps: Positive | None = Field(
-        default=None, description="steps between evaluations (replaces --val-frequency)"
-    )
-    eval_ema: bool = Field(
-        default=False, description="evaluate the moving average of the weights (megaclip.ema_decay) during training"
-    )
-    eval_batch_size: Positive = Field(default=64, description="batch size of the evaluation, per rank")
+    val_data: list[str] = []
+    """held-out image-text pairs for retrieval"""
+    val_fraction: float | None = Field(default=None, gt=0, lt=1)
+    """fraction of --train-data to hold out for retrieval, instead of --val-data; rows of a table that name one image
+    stay together"""
+    group_captions: bool = False
+    """take every line of a text in --val-data as a caption (CLIP_benchmark's COCO and Flickr); default: a text is one
+    caption. Rows with equal images are always one image with several captions, and all captions of a list are used.
+    Training takes the captions of a list in turn, one per epoch"""
+    zeroshot_data: str | None = None
+    """labelled images for zero-shot classification: a folder with one folder per class, or CLIP_benchmark's layout (tar
+    shards with .cls files, classnames.txt, templates)"""
+    val_frequency: NotNegative = 1
+    """epochs between evaluations; 0 evaluates only at the end"""
+    eval_every_steps: Positive | None = None
+    """steps between evaluations (replaces --val-frequency)"""
+    eval_ema: bool = False
+    """evaluate the moving average of the weights (megaclip.ema_decay) during training"""
+    eval_batch_size: Positive = 64
+    """batch size of the evaluation, per rank"""
 
-    logs: str = Field(default="runs", description="folder of all runs")
-    name: str | None = Field(
-        default=None, description="name of the run and of its folder in --logs (default: model and time)"
-    )
-    resume: str | None = Field(
-        default=None,
-        description="checkpoint to resume: 'auto' (or 'latest') for the latest one of the run, or a folder",
-    )
-    save_frequency: NotNegative = Field(default=1, description="epochs between checkpoints; 0 saves only at the end")
-    save_every_steps: Positive | None = Field(
-        default=None, description="steps between checkpoints, instead of --save-frequency"
-    )
-    keep_last: Positive = Field(default=3, description="number of latest checkpoints to keep, besides the best one")
-    keep_every_steps: Positive | None = Field(
-        default=None, description="also keep the first checkpoint at or after each multiple of this number of steps"
-    )
-    async_save: bool = Field(
-        default=False,
-        description="write checkpoints from a copy in host memory while training continues; training waits only for "
-        "the copy",
-    )
+    logs: str = "runs"
+    """folder of all runs"""
+    name: str | None = None
+    """name of the run and of its folder in --logs (default: model and time)"""
+    resume: str | None = None
+    """checkpoint to resume: 'auto' (or 'latest') for the latest one of the run, or a folder"""
+    save_frequency: NotNegative = 1
+    """epochs between checkpoints; 0 saves only at the end"""
+    save_every_steps: Positive | None = None
+    """steps between checkpoints, instead of --save-frequency"""
+    keep_last: Positive = 3
+    """number of latest checkpoints to keep, besides the best one"""
+    keep_every_steps: Positive | None = None
+    """also keep the first checkpoint at or after each multiple of this number of steps"""
+    async_save: bool = False
+    """write checkpoints from a copy in host memory while training continues; training waits only for the copy"""
 
-    log_every_n_steps: Positive = Field(
-        default=10,
-        description="steps between log lines and TensorBoard entries; long steps are logged at least once a minute",
-    )
+    log_every_n_steps: Positive = 10
+    """steps between log lines and TensorBoard entries; long steps are logged at least once a minute"""
     on_nonfinite: str = Field(
         default="stop",
         description="what to do when the loss or the gradient norm is infinite or NaN: 'stop', or 'skip' or 'skip:N' "
         f"to leave out the update of such a step, at most N in a row (default of N: {DEFAULT_SKIPS_IN_A_ROW})",
     )
-    hang_timeout: NotNegativeFloat | None = Field(
-        default=None,
-        description="seconds without a finished step after which a run writes its stacks and ends; 0 turns this off "
-        "(default: 20 times the median step, at least 900)",
-    )
-    no_plan: bool = Field(default=False, description="start even if the planner computes that the run does not fit")
-    debug_traceback: bool = Field(default=False, description="print the traceback of configuration and data errors")
-    local_rank: int = Field(default=-1, description="rank on this host; set by the deepspeed launcher")
+    hang_timeout: NotNegativeFloat | None = None
+    """seconds without a finished step after which a run writes its stacks and ends; 0 turns this off (default: 20 times
+    the median step, at least 900)"""
+    no_plan: bool = False
+    """start even if the planner computes that the run does not fit"""
+    debug_traceback: bool = False
+    """print the traceback of configuration and data errors"""
+    local_rank: int = -1
+    """rank on this host; set by the deepspeed launcher"""
 
     @field_validator("resume")
     @classmethod
     def _accept_latest(cls, resume: str | None) -> str | None:
         return "auto" if resume == "latest" else resume
-
-    @field_validator(
-        "pretrained",
-        "pretrained_image",
-        "pretrained_text",
-        "zeroshot_data",
-        "data_offload_dir",
-        "tokenizer",
-        "resume",
-        "image_root",
-        "shard_cache",
-    )
-    @classmethod
-    def _refuse_empty(cls, path: str | None) -> str | None:
-        if path == "":  # for example "$WEIGHTS" if the variable is not set
-            raise ValueError("the value is empty; give it a value, or leave it out")
-        return path
 
     @field_validator("name")
     @classmethod
@@ -317,6 +267,13 @@ class TrainArguments(BaseModel):
             raise ValueError("expected stop, skip or skip:N with N from 1 to 999999; write one of them")
         return value
 
+    @field_validator("*")
+    @classmethod
+    def _refuse_empty(cls, value: Any) -> Any:
+        if value == "":  # for example "$WEIGHTS" if the variable is not set
+            raise ValueError("the value is empty; give it a value, or leave it out")
+        return value
+
     @property
     def skips_in_a_row(self) -> int:
         """Largest number of consecutive steps whose update may be left out because it is not finite; 0 with "stop"."""
@@ -329,29 +286,23 @@ class TrainArguments(BaseModel):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "TrainArguments":
-        if self.epochs and self.train_steps:
-            raise ValueError("--epochs and --train-steps exclude each other; use one of them")
-        cooldown = self.epochs_cooldown or self.cooldown_steps
-        if (self.lr_scheduler == "const-cooldown") != bool(cooldown):
+        for one, other in (
+            ("epochs", "train_steps"),
+            ("epochs_cooldown", "cooldown_steps"),
+            ("val_data", "val_fraction"),
+        ):
+            if getattr(self, one) and getattr(self, other):
+                raise ValueError(f"{_flag(one)} and {_flag(other)} exclude each other; use one of them")
+        if (self.lr_scheduler == "const-cooldown") != bool(self.epochs_cooldown or self.cooldown_steps):
             raise ValueError(
                 f"--lr-scheduler is {self.lr_scheduler}; use const-cooldown together with --epochs-cooldown or "
                 "--cooldown-steps, or none of them"
             )
-        if self.lr_min and self.lr_scheduler != "cosine":
-            raise ValueError(
-                f"--lr-min {self.lr_min} has no effect with --lr-scheduler {self.lr_scheduler}; leave it out, or use "
-                "cosine"
-            )
-        for name in ("lr_cooldown_end", "lr_cooldown_power"):
-            if name in self.model_fields_set and self.lr_scheduler != "const-cooldown":
-                raise ValueError(
-                    f"--{name.replace('_', '-')} has no effect with --lr-scheduler {self.lr_scheduler}; leave it out, "
-                    "or use const-cooldown"
-                )
-        if self.epochs_cooldown and self.cooldown_steps:
-            raise ValueError("--epochs-cooldown and --cooldown-steps exclude each other; use one of them")
-        if self.shard_cache_gb is not None and self.shard_cache is None:
-            raise ValueError("--shard-cache-gb has no effect without --shard-cache; set both, or none")
+        used_by = {"lr_min": "cosine", "lr_cooldown_end": "const-cooldown", "lr_cooldown_power": "const-cooldown"}
+        for name, scheduler in used_by.items():
+            if name in self.model_fields_set and self.lr_scheduler != scheduler:
+                unused = f"{_flag(name)} has no effect with --lr-scheduler {self.lr_scheduler}"
+                raise ValueError(f"{unused}; leave it out, or use {scheduler}")
         if self.train_data_weights and len(self.train_data_weights) != len(self.train_data):
             raise ValueError(
                 f"--train-data-weights has {len(self.train_data_weights)} weights, but --train-data has "
@@ -360,18 +311,11 @@ class TrainArguments(BaseModel):
         if not 0 < self.aug_scale[0] <= self.aug_scale[1] <= 1:
             smallest, largest = self.aug_scale
             raise ValueError(f"--aug-scale is {smallest} {largest}; write two fractions, the smaller one first")
-        if self.lock_image_unlocked_groups and not self.lock_image:
-            raise ValueError("--lock-image-unlocked-groups requires --lock-image; set it")
-        if self.lock_text_unlocked_layers and not self.lock_text:
-            raise ValueError("--lock-text-unlocked-layers requires --lock-text; set it")
-        if self.val_data and self.val_fraction:
-            raise ValueError("--val-fraction holds out samples instead of --val-data; leave one of them out")
-        has_pairs = bool(self.val_data or self.val_fraction)
-        if self.group_captions and not has_pairs:
-            raise ValueError("--group-captions requires --val-data or --val-fraction; set one of them")
-        for flag, given in (("--eval-every-steps", self.eval_every_steps), ("--eval-ema", self.eval_ema)):
-            if not has_pairs and self.zeroshot_data is None and given:
-                raise ValueError(f"{flag} requires --val-data, --val-fraction or --zeroshot-data; set one of them")
+        for name, others in _REQUIRES.items():
+            if getattr(self, name) and not any(getattr(self, other) for other in others):
+                raise ValueError(
+                    f"{_flag(name)} requires {' or '.join(map(_flag, others))}; add it, or leave {_flag(name)} out"
+                )
         if self.resume == "auto" and self.name is None:
             raise ValueError("--resume auto requires --name; set it to the name of the run to resume")
         return self
@@ -417,7 +361,7 @@ def _add_flag(parser: argparse._ActionsContainer, name: str, field: FieldInfo) -
 
 def _help(field: FieldInfo) -> str:
     """Return the description of a flag, with its choices and its default (unless the description names them)."""
-    text = str(field.description)
+    text = " ".join(str(field.description).split())
     if get_origin(field.annotation) is Literal:
         text += f"; one of {', '.join(get_args(field.annotation))}"
     if field.is_required():
@@ -467,7 +411,11 @@ def _flag(path: str) -> str:
 
 
 def _describe_unknown(word: str, known: set[str]) -> str:
-    """Return one sentence that names the replacement for a flag of another trainer, or the nearest known flag."""
-    if replacement := (OPEN_CLIP_FLAGS | FASTCLIP_FLAGS).get(word.replace("_", "-")):
+    """Return one sentence that names the replacement for a flag of another trainer, or the nearest flag."""
+    replacements = FASTCLIP_FLAGS | OPEN_CLIP_FLAGS
+    if replacement := replacements.get(word.replace("_", "-")):
         return f"{word} {replacement}"
-    return f"unknown argument {word!r}{nearest(word, known)}"
+    close = closest(word, known | replacements.keys(), cutoff=0.6)
+    if close in replacements:
+        return f"unknown argument {word!r}; if you mean {close!r}, that {replacements[close]}"
+    return f"unknown argument {word!r}" + (f"; did you mean {close!r}?" if close else "")

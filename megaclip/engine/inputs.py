@@ -136,7 +136,9 @@ def model_preprocessing(model: str, tokenizer: str | None) -> tuple[Tokenizer, d
 
     Raises MegaclipError.
     """
-    arguments = TrainArguments(deepspeed_config="", model=model, train_data=["none"], tokenizer=tokenizer)
+    arguments = TrainArguments.model_construct(
+        deepspeed_config="none", model=model, train_data=["none"], tokenizer=tokenizer
+    )
     card = _find_model_card(arguments, "auto")
     config = _model_config(model, card, "auto")
     chosen = choose_tokenizer(tokenizer, card, config)

@@ -62,7 +62,11 @@ def test_resume_latest_means_auto_as_in_open_clip():
         (["--multiply_tau"], "--multiply_tau is set in ds_config.json: megaclip.loss (fastclip_v3 with the flag"),
         (["--train_dta", "x"], "unknown argument '--train_dta'; did you mean '--train-data'?"),
         (["--warm_up", "x"], "unknown argument '--warm_up'; did you mean '--warmup'?"),
-        (["--lr-tua", "x"], "unknown argument '--lr-tua'"),
+        (
+            ["--lrr", "1"],
+            "unknown argument '--lrr'; if you mean '--lr', that is set in ds_config.json: optim",
+        ),
+        (["--logs="], "--logs: the value is empty; give it a value, or leave it out"),
         (["--imagenet-val", "x"], "--imagenet-val is not a flag here; use --zeroshot-data"),
         (["surplus", "--seed", "1", "more"], "unknown argument 'more'"),
         (["--lr=1"], "--lr is set in ds_config.json"),
@@ -81,7 +85,7 @@ def test_resume_latest_means_auto_as_in_open_clip():
         (["--lr-min", "-1"], "--lr-min: Input should be greater than or equal to 0"),
         (
             ["--lr-min", "4e-5", "--lr-scheduler", "const"],
-            "--lr-min 4e-05 has no effect with --lr-scheduler const; leave it out, or use cosine",
+            "--lr-min has no effect with --lr-scheduler const; leave it out, or use cosine",
         ),
         (["--lr-cooldown-end", "inf"], "--lr-cooldown-end: Input should be a finite number"),
         (["--lr-cooldown-end", "1e-5"], "--lr-cooldown-end has no effect with --lr-scheduler cosine"),
@@ -90,7 +94,7 @@ def test_resume_latest_means_auto_as_in_open_clip():
         (["--logit-scale-max", "0.5"], "--logit-scale-max: Input should be greater than or equal to 1"),
         (["--aug-scale", "1"], "expected 2 arguments"),
         (["--lock-text-unlocked-layers", "1"], "requires --lock-text"),
-        (["--eval-every-steps", "1"], "requires --val-data, --val-fraction or --zeroshot-data"),
+        (["--eval-every-steps", "1"], "requires --val-data or --val-fraction or --zeroshot-data; add it"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_flag(extra, expected):
