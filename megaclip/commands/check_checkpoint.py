@@ -11,25 +11,10 @@ nothing in them is executed.
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from megaclip.commands.argument_types import CommandParser
 from megaclip.errors import CheckpointError
-
-
-@dataclass(frozen=True)
-class Row:
-    """Result for one folder."""
-
-    name: str
-    saved_at: str
-    """Time in UTC, to the second."""
-    mib: str
-    """Size of all files in MiB."""
-    state: str
-    """"whole", "damaged" or "incomplete"."""
-    problems: tuple[str, ...] = ()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,16 +27,17 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"{'folder':<16} {'saved at (UTC)':<20} {'MiB':>10}  state")
-    for row in rows:
-        print(f"{row.name:<16} {row.saved_at:<20} {row.mib:>10}  {row.state}")
-        for problem in row.problems:
+    for name, saved_at, mib, state, *problems in rows:
+        print(f"{name:<16} {saved_at:<20} {mib:>10}  {state}")
+        for problem in problems:
             print(f"{'':<16} {problem}")
-    states = {row.state for row in rows}
+    states = {row[3] for row in rows}
     return int("damaged" in states or "whole" not in states)
 
 
-def check(folder: Path) -> list[Row]:
-    """Return one row per checkpoint in `folder`, or one for `folder` itself.
+def check(folder: Path) -> list[tuple[str, ...]]:
+    """Return the row of each checkpoint in `folder`, or of `folder` itself: name, time of the save (UTC), size in MiB,
+    "whole", "damaged" or "incomplete", and the problems.
 
     Raises:
         CheckpointError: there is nothing to check.
@@ -68,7 +54,7 @@ def check(folder: Path) -> list[Row]:
         latest = search.read_latest(checkpoints)
         if latest not in tags:
             problem = f"latest names {latest!r}, which does not exist" if latest is not None else "latest is missing"
-            rows.append(Row(search.LATEST, "", "", "damaged", (problem,)))
+            rows.append((search.LATEST, "", "", "damaged", problem))
         card = checkpoints / search.MODEL_CARD
         return [*rows, check_one(card)] if (card / MANIFEST).is_file() else rows
     raise CheckpointError(
@@ -77,16 +63,16 @@ def check(folder: Path) -> list[Row]:
     )
 
 
-def check_one(folder: Path) -> Row:
-    """Read every file that the manifest of `folder` lists."""
+def check_one(folder: Path) -> tuple[str, ...]:
+    """Return the row of one folder, after every file that its manifest lists has been read."""
     from megaclip.checkpoint import manifest
 
     if not (folder / manifest.MANIFEST).exists():
-        return Row(folder.name, "", "", "incomplete")
-    problems = tuple(manifest.find_damage(folder))
+        return folder.name, "", "", "incomplete"
+    problems = manifest.find_damage(folder)
     try:
         content = manifest.read(folder)
     except CheckpointError:
-        return Row(folder.name, "", "", "damaged", problems)
+        return folder.name, "", "", "damaged", *problems
     mib = sum(record.size for record in content.files.values()) / 2**20
-    return Row(folder.name, content.saved_at[:19], f"{mib:.1f}", "damaged" if problems else "whole", problems)
+    return folder.name, content.saved_at[:19], f"{mib:.1f}", "damaged" if problems else "whole", *problems

@@ -50,7 +50,3 @@ def names() -> str:
         title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ") if path.suffix == ".md" else ""
         lines.append(f"{name:{width}}  {title}".rstrip())
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()

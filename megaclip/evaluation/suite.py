@@ -81,35 +81,22 @@ def evaluate(
             prompt_batch_size=text_batch_size,
         )
     if pairs is not None:
-        features = _encode_pairs(encode, pairs)
-        rows = (features.images, features.texts, features.image_ids)
-        metrics |= retrieval(*rows, features.text_image_ids)
-        all_ids = torch.nonzero(_present(features.image_ids)).flatten().cpu().numpy()
-        chosen = spread(all_ids, example_count)
-        examples = retrieval_examples(*rows, features.leading_ids, chosen)
+        images, texts, image_ids, text_image_ids, leading_ids = _encode_pairs(encode, pairs)
+        metrics |= retrieval(images, texts, image_ids, text_image_ids)
+        all_ids = torch.nonzero(_present(image_ids)).flatten().cpu().numpy()
+        examples = retrieval_examples(images, texts, image_ids, leading_ids, spread(all_ids, example_count))
     if not metrics:
         raise DataError("evaluation requires image-caption pairs or labelled images, got neither")
     return Evaluation(metrics, examples)
 
 
-@dataclass(frozen=True)
-class _PairFeatures:
-    """This rank's features and their image ids, on one device."""
+def _encode_pairs(encode: Encode, pairs: Iterable[Any]) -> tuple[torch.Tensor, ...]:
+    """Encode this rank's images and captions batch by batch, and group the captions by image.
 
-    images: torch.Tensor
-    """Image features (n, D)."""
-    texts: torch.Tensor
-    """Text features (m, D)."""
-    image_ids: torch.Tensor
-    """Id of each image (n,) int64."""
-    text_image_ids: torch.Tensor
-    """Id of each caption's image (m,) int64."""
-    leading_ids: torch.Tensor
-    """`text_image_ids` for the first caption of each image, -1 for its other captions."""
-
-
-def _encode_pairs(encode: Encode, pairs: Iterable[Any]) -> _PairFeatures:
-    """Encode images and captions batch by batch, and group the captions by image."""
+    Returns:
+        Image features (n, D), text features (m, D), the id of each image (n,), the id of each caption's image (m,), and
+        the same with -1 for all captions of an image but the first.
+    """
     images, texts, columns, rows = [list[torch.Tensor]() for _ in range(4)]
     for number, batch in enumerate(in_step(pairs)):
         image_features, text_features = _encode_batch(encode, batch)
@@ -125,7 +112,7 @@ def _encode_pairs(encode: Encode, pairs: Iterable[Any]) -> _PairFeatures:
     image_ids = pair_ids.masked_fill(image_of_pair != pair_ids, PADDING_ID)  # a repeated image counts once
     is_first = row.diff(prepend=row.new_tensor([-1])) > 0
     leading_ids = image_ids[row].masked_fill(~is_first, PADDING_ID)
-    return _PairFeatures(torch.cat(images), torch.cat(texts), image_ids, image_of_pair[row], leading_ids)
+    return torch.cat(images), torch.cat(texts), image_ids, image_of_pair[row], leading_ids
 
 
 def _encode_batch(encode: Encode, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
