@@ -5,7 +5,9 @@ import math
 import sys
 from collections.abc import Callable
 from itertools import takewhile
+from typing import Any
 
+from megaclip.config.command_line import DATASET_TYPES
 from megaclip.errors import nearest
 
 
@@ -23,6 +25,19 @@ class CommandParser(argparse.ArgumentParser):
             if flag.startswith("--") and not any(name.startswith(flag) for name in known):
                 self.error(f"unknown argument {flag!r}{nearest(flag, known)}")
         return super().parse_known_args(args, namespace)
+
+
+def add_reading_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `ReadingOptions`, which `reading_flags` returns as arguments of `open_pairs`."""
+    parser.add_argument("--dataset-type", choices=DATASET_TYPES, default="auto", help="format of the data")
+    parser.add_argument("--image-key", help="column of the images, or their extension in tar shards and folders")
+    parser.add_argument("--image-root", help="folder to which the image paths in tables are relative")
+    parser.add_argument("--caption-key", help="column, extension or JSON field of the captions")
+
+
+def reading_flags(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of the flags that `add_reading_flags` adds."""
+    return {name: getattr(arguments, name) for name in ("dataset_type", "image_key", "image_root", "caption_key")}
 
 
 def integer(least: int) -> Callable[[str], int]:

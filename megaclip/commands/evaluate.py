@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaclip.commands.argument_types import CommandParser, integer
-from megaclip.config.command_line import DATASET_TYPES, DEFAULT_WORKERS
+from megaclip.commands.argument_types import CommandParser, add_reading_flags, integer, reading_flags
+from megaclip.config.command_line import DEFAULT_WORKERS
 from megaclip.errors import MegaclipError, public
 
 if TYPE_CHECKING:
@@ -105,10 +105,7 @@ def parse_arguments() -> argparse.Namespace:
         type=float,
         help="evaluate only what a run with this --val-fraction holds out of the data",
     )
-    parser.add_argument("--dataset-type", default="auto", choices=DATASET_TYPES, help="format of --val-data")
-    parser.add_argument("--image-key", help="column or extension of the image")
-    parser.add_argument("--image-root", help="folder to which the image paths in tables are relative")
-    parser.add_argument("--caption-key", help="column, extension or JSON field of the captions")
+    add_reading_flags(parser)
     parser.add_argument(
         "--group-captions", action="store_true", help="take every line of a text as a caption (COCO, Flickr)"
     )
@@ -151,13 +148,7 @@ def open_data(arguments: argparse.Namespace) -> tuple[PairDataset | None, Labell
 
     pairs = labelled = None
     if arguments.val_data:
-        pairs = open_pairs(
-            arguments.val_data,
-            dataset_type=arguments.dataset_type,
-            image_key=arguments.image_key,
-            caption_key=arguments.caption_key,
-            image_root=arguments.image_root,
-        )
+        pairs = open_pairs(arguments.val_data, **reading_flags(arguments))
         if arguments.val_fraction is not None:
             _, pairs = pairs.split(arguments.val_fraction)
     if arguments.zeroshot_data:

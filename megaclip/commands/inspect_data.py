@@ -16,9 +16,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaclip.commands.argument_types import CommandParser, integer, number
+from megaclip.commands.argument_types import CommandParser, add_reading_flags, integer, number, reading_flags
 from megaclip.config import TrainArguments
-from megaclip.config.command_line import DATASET_TYPES
 from megaclip.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -30,19 +29,17 @@ CONTEXT_LENGTH, IMAGE_SIZE = 77, 224
 """Tokens and pixels without --model."""
 
 
-def print_report(report: dict[str, Any]) -> None:
+def print_report(report: dict[str, Any], indent: str = "") -> None:
     """Print the report. Dictionaries of numbers and text take one line each."""
     for name, value in report.items():
-        label = name.replace("_", " ")
-        if isinstance(value, list):
-            for index, entry in enumerate(value):
-                print(f"{label} {index}: {_on_one_line(entry)}")
-        elif name == "sample":
+        label = indent + name.replace("_", " ")
+        if name == "sample":
             print(f"{label}:")
-            for part, content in value.items():
-                print(f"  {part.replace('_', ' ')}: {_on_one_line(content)}")
-        else:
-            print(f"{label}: {_on_one_line(value)}")
+            print_report(value, "  ")
+            continue
+        is_list = isinstance(value, list)
+        for index, entry in enumerate(value if is_list else [value]):
+            print(f"{label}{f' {index}' * is_list}: {_on_one_line(entry)}")
 
 
 def _on_one_line(value: Any) -> str:
@@ -56,10 +53,7 @@ def parse_arguments() -> argparse.Namespace:
     limit = TrainArguments.model_fields["max_bad_fraction"].default
     parser = CommandParser(__doc__)
     parser.add_argument("data", nargs="+", help="patterns, folders or hf:NAME, as for --train-data")
-    parser.add_argument("--dataset-type", choices=DATASET_TYPES, default="auto")
-    parser.add_argument("--image-key", help="column of the images, or their extension in tar shards and folders")
-    parser.add_argument("--image-root", help="folder to which the image paths in tables are relative")
-    parser.add_argument("--caption-key", help="column, extension or JSON field of the captions")
+    add_reading_flags(parser)
     parser.add_argument("--model", help="as in training: its tokenizer, context length and pixels (default: OpenAI's)")
     parser.add_argument("--tokenizer", help="'clip', a sentencepiece .model file or a Hugging Face tokenizer's folder")
     parser.add_argument("--context-length", type=integer(2), help="tokens (default: the model's, or 77)")
@@ -87,14 +81,8 @@ def main() -> int:
     from megaclip.data.inspection import Look, describe_dataset, time_loader
 
     tokenizer, pixels = _preprocessing(arguments)
-    dataset = open_pairs(
-        arguments.data,
-        dataset_type=arguments.dataset_type,
-        image_key=arguments.image_key,
-        caption_key=arguments.caption_key,
-        image_root=arguments.image_root,
-        max_bad_fraction=1.0,  # the report shows what is left out
-    )
+    # The report shows what is left out.
+    dataset = open_pairs(arguments.data, max_bad_fraction=1.0, **reading_flags(arguments))
     look, limit = Look(dataset, tokenizer, ImageTransform(**pixels), arguments.samples), arguments.max_bad_fraction
     report = {**describe_dataset(dataset), "sample": look.report(), "shown": look.shown}
     reasons = [

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaclip.commands.argument_types import CommandParser, integer
-from megaclip.config.command_line import DATASET_TYPES
+from megaclip.commands.argument_types import CommandParser, add_reading_flags, integer, reading_flags
 
 if TYPE_CHECKING:
     from megaclip.data import PairDataset
@@ -43,9 +42,7 @@ def read_captions(dataset: PairDataset, limit: int) -> Iterator[str]:
 def parse_arguments() -> argparse.Namespace:
     parser = CommandParser(__doc__)
     parser.add_argument("data", nargs="+", help="patterns, folders or hf:NAME, as for --train-data")
-    parser.add_argument("--dataset-type", choices=DATASET_TYPES, default="auto")
-    parser.add_argument("--image-key", help="column of the images, or their extension; only to recognise the samples")
-    parser.add_argument("--caption-key", help="column, extension or JSON field of the captions")
+    add_reading_flags(parser)
     parser.add_argument(
         "--vocab-size", type=integer(1), default=16_000, help="largest number of pieces (default: %(default)s)"
     )
@@ -69,12 +66,7 @@ def main() -> None:
     from megaclip.data import open_pairs
     from megaclip.data.sentencepiece_training import train_sentencepiece
 
-    dataset = open_pairs(
-        arguments.data,
-        dataset_type=arguments.dataset_type,
-        image_key=arguments.image_key,
-        caption_key=arguments.caption_key,
-    )
+    dataset = open_pairs(arguments.data, **reading_flags(arguments))
     prepare_file(arguments.out)
     captions = read_captions(dataset, arguments.max_captions)
     tokenizer = train_sentencepiece(

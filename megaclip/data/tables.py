@@ -34,8 +34,6 @@ TABLE_TYPES = ("parquet", "csv", "json", "imagefolder", "saved", "hub")
 METADATA_FILES = frozenset(("metadata.csv", "metadata.jsonl", "metadata.parquet"))
 """Tables of the pictures in a folder, as `datasets` names them."""
 UNNAMED = "a picture that no row names"
-MAX_SHOWN = 200
-"""Largest number of characters of a path in a message."""
 
 
 class Table:
@@ -59,18 +57,13 @@ class Table:
         if len(dataset) == 0:
             raise DataError(_no_rows(_with_others(self._files) if files else name))
         names = dataset.column_names
-        self._image = "image" if text else find_column(names, options.image_key, IMAGE_COLUMNS, "image", name)
-        self._caption = "caption" if text else find_column(names, options.caption_key, CAPTION_COLUMNS, "caption", name)
+        self._image = find_column(names, options.image_key, IMAGE_COLUMNS, "image", name)
+        self._caption = find_column(names, options.caption_key, CAPTION_COLUMNS, "caption", name)
+        self._id = options.id_column and find_column(names, options.id_column, (), "id", name)
         self._columns = text.columns if text else {"image": self._image, "caption": self._caption}
         self._image_root, self._ends = options.image_root, np.cumsum(rows)
         # A saved dataset may have the format of NumPy or another library, in which a list is not a Python list.
         dataset = dataset.with_format(None)
-        self._ids: Dataset | None = None
-        if options.id_column is not None:
-            self._ids = dataset.select_columns(
-                ["id" if text else find_column(names, options.id_column, (), "id", name)]
-            )
-        dataset = dataset.select_columns([self._image, self._caption])
         if isinstance(dataset.features[self._image], Image):
             dataset = dataset.cast_column(self._image, Image(decode=False))
         feature = dataset.features[self._caption]
@@ -82,7 +75,7 @@ class Table:
                 f"data {name!r}: the captions in column {self._caption} are of type {dtype}, and their text is not "
                 "known; store them as text"
             )
-        self._rows = dataset
+        self._rows = dataset.select_columns(list({self._image, self._caption, self._id or self._image}))
         self._only_captions = dataset.select_columns([self._caption])
         self.shard_sizes = runs_of_rows(len(dataset))
         self.account = text.account if text else Account("rows", sum(rows) or len(dataset), len(dataset))
@@ -103,7 +96,10 @@ class Table:
         """Checksum of the captions in order, and of the image paths if the table holds paths."""
         if self._checksum:
             return self._checksum
-        digest, rows = hashlib.sha256(), self._only_captions if self.image_paths() is None else self._rows
+        digest = hashlib.sha256()
+        rows = self._only_captions
+        if self.image_paths() is not None:
+            rows = self._rows.select_columns([self._image, self._caption])
         for part in rows.with_format("arrow").iter(batch_size=10_000):
             for batch in part.combine_chunks().to_batches():
                 digest.update(batch.serialize())
@@ -153,17 +149,13 @@ class Table:
         image = self._content(cell, key, self._folder(row))
         path = cell.get("path") if isinstance(cell, dict) else cell
         if isinstance(path, str):
-            key += f" ({path[:MAX_SHOWN]})"
-        return dataclasses.replace(RawSample.of(image, captions, key), id_cell=self._id_cell(row, key))
-
-    def _id_cell(self, row: int, key: str) -> str | None:
-        """Return the id of a row as text, or None without a column of ids. Raises BadSample if its cell is empty."""
-        if self._ids is None:
-            return None
-        ((column, cell),) = _record(self._ids, row, key).items()
-        if cell is None or cell in ("", b"") or cell != cell:  # NaN
-            raise BadSample("missing id", f"{key}: its {column} of --id-key is empty")
-        return str(cell)
+            key += f" ({shortened(path)})"
+        if self._id is None:
+            return RawSample.of(image, captions, key)
+        found = record[self._id]
+        if found is None or found in ("", b"") or found != found:  # NaN
+            raise BadSample("missing id", f"{key}: the cell of --id-key is empty")
+        return dataclasses.replace(RawSample.of(image, captions, key), id_cell=str(found))
 
     def captions(self, row: int) -> tuple[str, ...]:
         """Return only the caption of a sample, or its captions. Raises BadSample."""
@@ -235,6 +227,8 @@ def open_table(paths: Sequence[str], kind: str, options: ReadingOptions) -> Tabl
     if kind in ("csv", "json"):
         text = open_text_tables(paths, options)
         dataset = datasets.Dataset.from_file(str(text.path))
+        id_column = options.id_column and "id"
+        options = dataclasses.replace(options, image_key="image", caption_key="caption", id_column=id_column)
         return Table(dataset, name, kind, options, files=paths, rows=text.rows, text=text)
     rows = list(map(_parquet_rows, paths))
     # `datasets` treats file names as patterns, and fails for most files without rows.
@@ -280,23 +274,9 @@ def _load(what: str, load: Callable[..., Any], *arguments: Any, **options: Any) 
         # The first table of a saved dataset without rows is an IndexError.
         if isinstance(error, IndexError) or "corresponds to no data" in str(error):
             raise DataError(_no_rows(what)) from error
-        raise DataError(f"cannot read {what}: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    """Return the type and message of the original error.
-
-    `datasets` has it in a later paragraph of its own message, or only in the cause of its error.
-    """
-    from datasets.exceptions import DatasetGenerationError
-
-    kind, detail = type(error).__name__, str(error)
-    if isinstance(error, DatasetGenerationError):
-        summary, _, detail = detail.partition("\n\n")
-        if not detail and error.__cause__ is not None:
-            kind, detail = type(error.__cause__).__name__, str(error.__cause__)
-        detail = detail or summary
-    return f"{kind}: {shortened(' '.join(detail.split()))}"
+        cause = error.__cause__ or error  # "An error occurred while generating the dataset" has the reason as its cause
+        reason = shortened(" ".join(str(cause).split()))
+        raise DataError(f"cannot read {what}: {type(cause).__name__}: {reason}") from error
 
 
 def _load_saved(folder: str) -> Dataset:

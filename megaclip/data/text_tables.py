@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.index import open_index, reading
@@ -236,12 +236,10 @@ def _split_rows(path: str, separator: str, quoted: bool) -> Iterator[tuple[int, 
             yield line
 
     with _open_text(path) as file:
-        if not quoted:
-            for number, line in enumerate(file, start=1):
-                yield number, [line], [cell.strip() for cell in line.split(separator)] if line.strip(" \r\n") else []
-            return
-        reader = csv.reader(noted(), delimiter=separator, strict=True, skipinitialspace=True)
+        quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
+        reader = csv.reader(noted(), delimiter=separator, strict=True, skipinitialspace=True, quoting=quoting)
         for cells in reader:
+            cells = [cell.strip() for cell in cells]
             yield reader.line_num, lines, [] if not any(cells) and len(cells) < 2 else cells
             lines.clear()
 
