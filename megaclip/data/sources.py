@@ -48,19 +48,32 @@ _COMPRESSED_TAR = re.compile(r"\.(tgz|tbz2|txz|tar\.(gz|bz2|xz|zst|lz4))$", re.I
 class PairDataset:
     """Concatenated sources. They may be forked and pickled, and are read by id, in any order."""
 
-    def __init__(self, sources: Sequence[Source], weights: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        weights: Sequence[float] | None = None,
+        *,
+        rows: Sequence[np.ndarray] | None = None,
+        part: str = "",
+    ) -> None:
+        """rows: rows of each source that the dataset has, (n,) int64, ascending. Default: all. part: their name."""
         if weights and len(weights) != len(sources):
             raise DataError(
                 f"--train-data-weights has {len(weights)} weights for {len(sources)} datasets; give one per dataset"
             )
-        self._sources = list(sources)
+        self._sources, self._rows, self._part = list(sources), rows, part
         self.weights = list(weights) if weights else None
         self.id_key = "caption"
         """What makes two pairs equal: "caption", "image" (its file), or a column of ids, as for `open_pairs`."""
         if self.weights:
             block_quotas(self.weights)
-        self._ends = np.cumsum([len(source) for source in sources])
-        self.shard_sizes = np.concatenate([source.shard_sizes for source in sources])
+        self._shard_sizes = [source.shard_sizes for source in sources]
+        if rows is not None:
+            ends = map(np.cumsum, self._shard_sizes)
+            self._shard_sizes = [np.diff(np.searchsorted(*pair), prepend=0) for pair in zip(rows, ends, strict=True)]
+        self.shard_sizes = np.concatenate(self._shard_sizes)
+        self._sizes = [int(sizes.sum()) for sizes in self._shard_sizes]
+        self._ends = np.cumsum(self._sizes)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -82,48 +95,44 @@ class PairDataset:
 
     def siblings(self, sample_id: int) -> tuple[int, int]:
         """Return the first id and the number of the samples of this sample's source. Substitutes are among these."""
-        source, row = self._place(sample_id)
-        return sample_id - row, len(source)
+        number = int(np.searchsorted(self._ends, sample_id, side="right"))
+        return int(self._ends[number]) - self._sizes[number], self._sizes[number]
 
     def split(self, fraction: float) -> tuple[PairDataset, PairDataset]:
         """Return the dataset without a fraction of its samples, and these, which every run selects alike.
 
         Rows of a table that name one image stay together. Raises DataError if one of the parts has no samples.
         """
-        parts: tuple[list[Source], list[Source]] = ([], [])
-        for source in self._sources:
-            held_out = _held_out_rows(source, fraction)
-            for part, rows in zip(parts, (~held_out, held_out), strict=True):
-                part.append(_PartOfSource(source, np.flatnonzero(rows), f"{fraction:g}"))
-        if not all(map(len, (*parts[0], *parts[1]))):
+        held_out = [_held_out_rows(source, fraction) for source in self._sources]
+        if any(rows.all() or not rows.any() for rows in held_out):
             raise DataError(
                 f"--val-fraction is {fraction:g}, and an entry of the data has too few images for it; use a larger "
                 "fraction, or other data for validation"
             )
-        training = PairDataset(parts[0], self.weights)
+        kept = [np.flatnonzero(~rows) for rows in held_out]
+        training = PairDataset(self._sources, self.weights, rows=kept, part=f" {fraction:g}")
         training.id_key = self.id_key
-        return training, PairDataset(parts[1])
+        return training, PairDataset(self._sources, rows=list(map(np.flatnonzero, held_out)), part=f" {fraction:g}")
 
     def order(self, *, seed: int, shard_order: str = "shuffled") -> SampleOrder | MixtureOrder:
         """Return the order of training: a mixture if the dataset has weights, else one order over all sources."""
         if not self.weights:
             return SampleOrder(self.shard_sizes, seed=seed, shard_order=shard_order)
         parts = [
-            SampleOrder(source.shard_sizes, seed=seed + number, shard_order=shard_order)
-            for number, source in enumerate(self._sources)
+            SampleOrder(sizes, seed=seed + number, shard_order=shard_order)
+            for number, sizes in enumerate(self._shard_sizes)
         ]
         return MixtureOrder(parts, self.weights, seed=seed)
 
     def remote_shards(self, cache: Path | None) -> dict[int, RemoteFile]:
         """Return the remote tar shards by their number, and read those in the folder `cache` from there from now on."""
         found, first = dict[int, RemoteFile](), 0
-        for source in self._sources:
+        for source, sizes in zip(self._sources, self._shard_sizes, strict=True):
             shards = _remote(source)
             if shards is not None:
                 shards.cache = cache
-                used = np.flatnonzero(source.shard_sizes).tolist()
-                found |= {first + number: shards.files[number] for number in used}
-            first += len(source.shard_sizes)
+                found |= {first + number: shards.files[number] for number in np.flatnonzero(sizes).tolist()}
+            first += len(sizes)
         return found
 
     @property
@@ -142,7 +151,8 @@ class PairDataset:
         The result is unchanged by a round trip through JSON.
         """
         sources: list[dict[str, Any]] = [
-            {"type": source.kind, "files": source.manifest(), "checksum": source.checksum} for source in self._sources
+            {"type": source.kind, "files": source.manifest(), "checksum": source.checksum + self._part}
+            for source in self._sources
         ]
         for source, described in zip(self._sources, sources, strict=True):
             if (shards := _remote(source)) is not None:
@@ -153,8 +163,8 @@ class PairDataset:
         if not 0 <= sample_id < len(self):
             raise IndexError(f"sample id is {sample_id}; use 0 to {len(self) - 1}")
         number = int(np.searchsorted(self._ends, sample_id, side="right"))
-        source = self._sources[number]
-        return source, sample_id - (int(self._ends[number]) - len(source))
+        row = sample_id - int(self._ends[number]) + self._sizes[number]
+        return self._sources[number], row if self._rows is None else int(self._rows[number][row])
 
 
 def _remote(source: Source) -> RemoteShards | None:
@@ -167,34 +177,6 @@ def _held_out_rows(source: Source, fraction: float) -> np.ndarray:
     paths = source.image_paths() if isinstance(source, Table) else None
     keys = (str(row).encode() for row in range(len(source))) if paths is None else paths
     return np.fromiter(map(zlib.crc32, keys), np.int64, len(source)) < fraction * 2**32
-
-
-class _PartOfSource:
-    """Some rows of a source, in their order."""
-
-    def __init__(self, source: Source, rows: np.ndarray, name: str) -> None:
-        """rows: (n,) int64, ascending. name: name of the part, for the checksum."""
-        self._source, self._rows = source, rows
-        self.kind, self.account, self.columns = source.kind, source.account, source.columns
-        self.remote = _remote(source)
-        self.checksum = f"{source.checksum} {name}"
-        ends = np.cumsum(source.shard_sizes)
-        self.shard_sizes = np.diff(np.searchsorted(rows, ends), prepend=0)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def read(self, row: int) -> RawSample:
-        return self._source.read(int(self._rows[row]))
-
-    def captions(self, row: int) -> tuple[str, ...]:
-        return self._source.captions(int(self._rows[row]))
-
-    def shard_name(self, row: int) -> str:
-        return self._source.shard_name(int(self._rows[row]))
-
-    def manifest(self) -> list[list[Any]]:
-        return self._source.manifest()
 
 
 def open_pairs(
