@@ -187,7 +187,7 @@ def find_files(spec: str, suffixes: Sequence[str]) -> list[RemoteFile]:
             listed = _glob(url.rstrip("/") + "/*")
             by_suffix = ([name for name in listed if public(name).lower().endswith(end)] for end in suffixes)
             urls += next(filter(None, by_suffix), [])
-        elif any(character in url.partition("?")[0] for character in "*["):
+        elif any(character in public(url) for character in "*[?"):  # without the query of a web server
             urls += _glob(url)
         else:
             urls.append(url)
@@ -250,11 +250,12 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def _glob(url: str) -> list[str]:
-    """Return the sorted URLs that match a glob. Raises DataError."""
+    """Return the sorted URLs that match a glob, with the query of a web server's glob. Raises DataError."""
+    pattern, mark, query = url.partition("?") if _is_http(url) else (url, "", "")
 
     def once() -> list[str]:
-        system, path = _open(url)
-        return sorted(system.unstrip_protocol(name) for name in system.glob(path))
+        system, path = _open(pattern)
+        return sorted(system.unstrip_protocol(name) + mark + query for name in system.glob(path))
 
     return retried(once, public(url))
 

@@ -61,7 +61,7 @@ def assert_same_steps(one, other):
 def test_urls_braces_globs_and_folders_give_the_samples_of_local_files(server):
     local = open_pairs([pattern(server.folder)])
     (described,) = local.manifest()["sources"]
-    for spec in (pattern(server.url) + SECRET, server.url + "/*.tar", server.url + "/", server.url):
+    for spec in (pattern(server.url) + SECRET, server.url + "/*.tar" + SECRET, server.url + "/", server.url):
         dataset = open_pairs([spec])
         assert [dataset.read(row) for row in range(len(local))] == [local.read(row) for row in range(len(local))]
         (source,) = dataset.manifest()["sources"]
@@ -282,3 +282,44 @@ def test_samples_of_a_thousand_small_shards_are_there_in_seconds(tmp_path):
         began = time.monotonic()
         assert len(steps(open_pairs([server.url + "/{00000..00999}.tar"]), 1, shard_order="shuffled")) == 1
         assert time.monotonic() - began < 30
+
+
+def test_shards_of_an_s3_server(server, tmp_path, monkeypatch):
+    s3fs, moto = pytest.importorskip("s3fs"), pytest.importorskip("moto.server")
+    s3 = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    s3.start()
+    try:
+        for name, value in {
+            "AWS_ENDPOINT_URL": "http://{}:{}".format(*s3.get_host_and_port()),
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "s3cret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():
+            monkeypatch.setenv(name, value)
+        store = s3fs.S3FileSystem()
+        store.mkdir("bucket")
+        store.put(str(server.folder) + "/", "bucket/train/", recursive=True)
+        local = open_pairs([pattern(server.folder)])
+        (described,) = local.manifest()["sources"]
+        for spec in (pattern("s3://bucket/train"), "s3://bucket/train/0000?.tar", "s3://bucket/train/"):
+            dataset = open_pairs([spec])
+            names = [name for name, *_ in dataset.manifest()["sources"][0]["files"]]
+            assert names == [name for name, *_ in described["files"]][: len(names)] and len(names) >= 10
+        expected = steps(local, 18)
+        assert_same_steps(steps(dataset, 18, num_workers=2), expected)
+        cache = {"shard_cache": tmp_path / "shard_cache", "shard_cache_bytes": 5 * described["files"][0][1]}
+        assert_same_steps(steps(dataset, 18, num_workers=2, **cache), expected)
+
+        content = store.cat("bucket/train/00004.tar")
+        store.pipe("bucket/train/00004.tar", content.replace(b"caption 25", b"caption 97"))
+        with pytest.raises(DataError, match=r"00004\.tar was changed after the checkpoint"):
+            check_manifest(dataset.manifest(), open_pairs(["s3://bucket/train/"]).manifest())
+        with pytest.raises(DataError, match=r"s3://bucket/train/00004\.tar has changed since the run began"):
+            steps(dataset, 9)
+        store.rm("bucket/train/00004.tar")
+        with pytest.raises(DataError, match=r"s3://bucket/train/00004\.tar: it does not exist"):
+            open_pairs([pattern("s3://bucket/train")])
+        with pytest.raises(DataError, match="s3://other/"):
+            open_pairs(["s3://other/0.tar"])
+    finally:
+        s3.stop()

@@ -1,0 +1,67 @@
+"""A run on shards of a web server with faults has the losses of one on local files, bit for bit, also when resumed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.training_runs import DS_CONFIG, flags, launch, run_in_ranks, scalars
+from tests.unit.data.web_server import serving
+
+STEPS, SAVED = 12, 5  # an epoch has 8 steps
+SIGNATURE = "c0ffee"
+
+
+def fault(path: str, number: int) -> int | str | None:
+    """Every shard is unavailable, cut off and reset in turn, between answers. Those in "gone" are deleted later."""
+    if path.startswith("/gone"):
+        return 404 if number > 20 and path.endswith("1.tar") else None
+    return (None, 503, None, "truncated", None, None, "reset")[number % 7]
+
+
+def test_losses_are_those_of_local_files(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = {key: value for key, value in DS_CONFIG.items() if key != "gradient_accumulation_steps"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    served, train, runs = tmp_path / "served", tiny_run / "train", tmp_path / "runs"
+    served.mkdir()
+    for name in ("train", "gone"):
+        (served / name).symlink_to(train)
+
+    def command(name: str, data: str, **changes) -> list[str]:
+        shared = {"train_steps": STEPS, "save_every_steps": SAVED, "keep_last": 9, "train_data": data}
+        return flags(tiny_run, tmp_path / "config.json", runs, **{"name": name, **shared, **changes})
+
+    with serving(served) as server:
+        server.fault = fault
+        local, remote = str(train / "*.tar"), f"{server.url}/train/*.tar?sig={SIGNATURE}"
+        gone = command("gone", f"{server.url}/gone/*.tar?sig={SIGNATURE}", save_every_steps=99)
+        # Two of four shards fit: samples of the others are read by ranges.
+        cache = {"shard_cache": tmp_path / "shards", "shard_cache_gb": 2.5 * max(map(size_of, train.iterdir())) / 1e9}
+        ends = [[launch(command("remote", remote, workers=1, **cache))], *run_in_ranks([command("local", local), gone])]
+        ends += run_in_ranks(
+            [
+                command(f"{name} resumed", data, resume=runs / origin / "checkpoints" / f"step_{SAVED:08d}")
+                for name, origin, data in zip(
+                    ("local", "remote", "moved"), ("local", "remote", "remote"), (local, remote, local), strict=True
+                )
+            ],
+            1,
+        )
+    for run in (ends[0], ends[1], *ends[3:]):
+        assert all(end.exit_code == 0 for end in run), run[0].output
+    losses = {run.name: scalars(run)["train/loss"] for run in runs.iterdir()}
+    assert losses["remote"] == losses["local"] and len(losses["local"]) == STEPS
+    assert losses["remote resumed"] == losses["moved resumed"] == losses["local resumed"]
+    assert len(losses["local resumed"]) == STEPS - SAVED
+
+    assert all(end.exit_code == 1 for end in ends[2]), ends[2][0].output
+    assert any("1.tar: it does not exist" in error for end in ends[2] for error in end.errors), ends[2][0].output
+    assert list((runs / "gone" / "checkpoints").glob("step_*")), "the run ended without a checkpoint"
+    recorded = [path.read_text() for path in runs.glob("*/*.json")]
+    outputs = [line for run in ends for end in run for line in end.output.splitlines() if "--train-data" not in line]
+    assert recorded and SIGNATURE not in "\n".join((*recorded, *outputs))  # DeepSpeed's launcher logs the command line
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size
