@@ -60,25 +60,26 @@ def launch(arguments: argparse.Namespace, command: list[str]) -> NoReturn:
     """
     try:
         config, program, words = config_from_args(arguments)
-        rendezvous = {**RENDEZVOUS, **config.rdzv_configs}
-        silence_s = int(rendezvous["keep_alive_interval"]) * int(rendezvous["keep_alive_max_attempt"])
+        parameters = RendezvousParameters(
+            backend="c10d",
+            endpoint=config.rdzv_endpoint or "localhost:0",
+            run_id=config.run_id,
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            local_addr=config.local_addr or (None if config.rdzv_endpoint else "localhost"),
+            **{**RENDEZVOUS, **config.rdzv_configs},
+        )
+        parameters.get_as_bool("is_host")
+        seconds = {name: parameters.get_as_int(name) or 0 for name in parameters.config.keys() - {"is_host"}}
+        silence_s = seconds["keep_alive_interval"] * seconds["keep_alive_max_attempt"]
     except (ValueError, RuntimeError, AssertionError) as error:
-        raise ConfigError(f"{first_line(error)}; see megaclip launch --help") from None
+        raise ConfigError(f"{first_line(error).rstrip('.')}; see megaclip launch --help") from None
     if config.rdzv_backend != "c10d" or not (config.rdzv_endpoint or config.max_nodes == 1):
         raise ConfigError("--rdzv-endpoint HOST:PORT, and no --rdzv-backend but c10d, is required for several hosts")
     newest_step = checked_training(config, command[1:]) if command[0] == "train" else lambda: None
     config.max_restarts = config.max_restarts if command[0] == "train" else 0
     # Otherwise hosts that come wait for an address that is not written again (torch 2.8 to 2.14).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint=config.rdzv_endpoint or "localhost:0",
-        run_id=config.run_id,
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        local_addr=config.local_addr or (None if config.rdzv_endpoint else "localhost"),
-        **rendezvous,
-    )
     backend, store = create_backend(parameters)
     store.set_timeout(timedelta(seconds=_READ_TIMEOUT_S))
     options = {field.name for field in fields(WorkerSpec)} & {field.name for field in fields(config)}

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from pydantic import BaseModel
+from torch.utils.cpp_extension import CUDA_HOME
 
 import megaclip
 from megaclip.data.sources import data_files
@@ -85,9 +86,12 @@ def report(*, shared: Path | None, sign: str, min_free_gib: float, data: Sequenc
     if local_rank == 0:
         own.properties = _properties()
         missing = [name for name in ops if not is_built(name)]  # the run compiles them when it starts
-        if missing and not all(map(shutil.which, ("g++", "ninja"))):
-            advice = "g++ or ninja is not on PATH; install them, or set PATH"
-            own.problems.append(f"{', '.join(missing)} not compiled, and {advice}")
+        tools = {"g++": shutil.which("g++"), "ninja": shutil.which("ninja")}
+        tools |= {"nvcc": CUDA_HOME} if get_accelerator().device_name() == "cuda" else {}
+        absent = ", ".join(tool for tool, place in tools.items() if place is None)
+        if missing and absent:
+            advice = "install what is missing, or set PATH, or for nvcc CUDA_HOME"
+            own.problems.append(f"{', '.join(missing)} not compiled, and {absent} not found; {advice}")
         if shared is not None and not (shared / sign).exists():
             advice = "mount the same file system there"
             own.problems.append(f"does not see a file that the first host has written to --logs; {advice}")

@@ -227,3 +227,12 @@ def test_an_unknown_flag_is_answered_with_the_nearest_one(command, message, monk
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["keep_alive_interval", "join_timeout", "read_timeout", "is_host"])
+def test_a_wrong_value_of_the_rendezvous_is_refused_by_name(name, monkeypatch, capsys):
+    words = ["launch", "--rdzv-endpoint", "localhost:1", "--rdzv-conf", f"{name}=x", "check-hosts"]
+    monkeypatch.setattr(sys, "argv", ["megaclip", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == ConfigError.exit_code and f"option '{name}' does not" in capsys.readouterr().err

@@ -88,7 +88,7 @@ def test_the_report_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     inputs |= {"sign": "absent", "data": [f"{tmp_path}/*.zip", "hf:any/name"]}
     wrong, ops, folder, data = report(**inputs, ops=["cpu_adam", "fused_adam"]).problems
     assert "a matrix product of local rank 0 is wrong" in wrong
-    assert "cpu_adam not compiled, and g++ or ninja is not on PATH" in ops and "fused" not in ops
+    assert "cpu_adam not compiled, and ninja not found; install" in ops and "fused" not in ops
     assert "does not see a file" in folder and "no file matches" in data and "mount the data" in data
     (full,) = report(shared=tmp_path, sign="sign", min_free_gib=1e9, data=[], ops=[]).problems[1:]
     assert "GiB free in --logs, 1e+09 needed" in full
