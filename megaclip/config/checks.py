@@ -74,6 +74,19 @@ _REFUSED = {
 }
 """Setting of DeepSpeed -> reason why it is refused, and what to do. The setting is accepted if it is switched off."""
 
+_FIXED: dict[str, tuple[Any, str]] = {
+    "zero_optimization.load_from_fp32_weights": (True, "a resumed run would start from weights rounded to bfloat16"),
+    "zero_optimization.compute_grad_norm": (True, "the run needs the norm to detect NaN"),
+    "zero_optimization.offload_optimizer.ratio": (
+        1,
+        "DeepSpeed updates the weights that stay on the GPU with another "
+        "optimizer, which follows no schedule and is not saved in checkpoints",
+    ),
+    "zero_force_ds_cpu_optimizer": (True, "DeepSpeed reads it for optimizers that it does not construct"),
+    "optimizer.params.fp32_optimizer_states": (True, "the states have the dtype of the master weights, float32"),
+}
+"""Setting -> its only accepted value, and why another value is refused."""
+
 _ONLY_AT_STAGE_3 = (
     "zero_optimization.stage3_",
     "zero_optimization.offload_param",
@@ -202,15 +215,9 @@ def _check_values_that_deepspeed_misreads(values: dict[str, Any]) -> None:
     stage = values.get("zero_optimization.stage", 0)
     if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):
         raise ConfigError(f"zero_optimization.stage is {stage!r}; write 0, 1, 2 or 3")
-    if values.get("zero_optimization.load_from_fp32_weights") is False:
-        raise ConfigError(
-            "zero_optimization.load_from_fp32_weights cannot be false: a resumed run would start from weights rounded "
-            "to bfloat16; leave it out"
-        )
-    if values.get("zero_optimization.compute_grad_norm") is False:
-        raise ConfigError(
-            "zero_optimization.compute_grad_norm cannot be false: the run needs the norm to detect NaN; leave it out"
-        )
+    for setting, (accepted, reason) in _FIXED.items():
+        if (value := values.get(setting, accepted)) != accepted:
+            raise ConfigError(f"{setting} cannot be {json.dumps(value)}: {reason}; leave it out")
 
 
 def _check_monitors(config: DsConfig) -> None:
@@ -261,16 +268,6 @@ def _check_zero(config: DsConfig, values: dict[str, Any]) -> None:
         raise ConfigError(
             "aio has no effect without offload to a disk; leave it out, or set the device of "
             "zero_optimization.offload_optimizer or offload_param to 'nvme'"
-        )
-    if "zero_force_ds_cpu_optimizer" in values:
-        raise ConfigError(
-            "zero_force_ds_cpu_optimizer has no effect: DeepSpeed reads it for optimizers that it does not construct, "
-            "and those cannot be offloaded; leave it out"
-        )
-    if zero.offload_optimizer and zero.offload_optimizer.ratio != 1:
-        raise ConfigError(
-            "zero_optimization.offload_optimizer.ratio cannot be below 1: DeepSpeed updates the weights that stay on "
-            "the GPU with another optimizer, which follows no schedule and is not saved in checkpoints; leave it out"
         )
 
 
@@ -346,16 +343,12 @@ def _check_tensor_parallel(config: DsConfig) -> None:
             f"optimizer.type {optimizer} cannot be used with {setting}: {optimizer} {NEED_WHOLE_TENSORS[optimizer]}, "
             "and each rank has only parts of them; use AdamW"
         )
-    groups_of_all_ranks = {
-        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
-        "zero_quantized_gradients": zero.zero_quantized_gradients,
-    }
-    for name, is_on in groups_of_all_ranks.items():
-        if is_on:
-            raise ConfigError(
-                f"zero_optimization.{name} cannot be used with {setting}: DeepSpeed forms its groups from consecutive "
-                "ranks, which hold different parts of the model; leave it out"
-            )
+    if zero.zero_hpz_partition_size > 1 or zero.zero_quantized_gradients:
+        name = "zero_hpz_partition_size" if zero.zero_hpz_partition_size > 1 else "zero_quantized_gradients"
+        raise ConfigError(
+            f"zero_optimization.{name} cannot be used with {setting}: DeepSpeed forms its groups from consecutive "
+            "ranks, which hold different parts of the model; leave it out"
+        )
     if compiling := _setting_that_compiles(config.megaclip):
         raise ConfigError(
             f"{compiling} true cannot be used with {setting}: torch.compile does not trace Megatron-core's "

@@ -177,10 +177,5 @@ def _check_adam(kind: str, params: AdamParams) -> None:
             f"optimizer.params.{deepspeed_only[0]} has no effect with optimizer.params.torch_adam, which selects "
             "PyTorch's Adam; leave one of them out"
         )
-    if not params.fp32_optimizer_states:
-        raise ConfigError(
-            "optimizer.params.fp32_optimizer_states false has no effect: the states would have the dtype of the master "
-            "weights, which is float32; leave it out"
-        )
     if kind == "AdamW" and not params.adam_w_mode:
         raise ConfigError("optimizer.params.adam_w_mode false has no effect with optimizer.type AdamW; use Adam")

@@ -268,7 +268,7 @@ def test_deepspeed_receives_the_file_with_defaults_for_what_it_leaves_out(tmp_pa
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.7}}},
-            "offload_optimizer.ratio cannot be below 1: DeepSpeed updates the weights that stay on the GPU",
+            "offload_optimizer.ratio cannot be 0.7: DeepSpeed updates the weights that stay on the GPU",
         ),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}},
@@ -339,7 +339,7 @@ def test_deepspeed_receives_the_file_with_defaults_for_what_it_leaves_out(tmp_pa
         ({"aio": {"queue_depth": 16}}, "aio has no effect without offload to a disk; leave it out, or set the device"),
         (
             {"zero_force_ds_cpu_optimizer": False},
-            "zero_force_ds_cpu_optimizer has no effect: DeepSpeed reads it for optimizers that it does not construct",
+            "zero_force_ds_cpu_optimizer cannot be false: DeepSpeed reads it for optimizers that it does not construct",
         ),
         (
             {"bf16": {"enabled": True, "check_grad_overflow": True}},
@@ -351,7 +351,7 @@ def test_deepspeed_receives_the_file_with_defaults_for_what_it_leaves_out(tmp_pa
         ),
         (
             {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "fp32_optimizer_states": False}}},
-            "optimizer.params.fp32_optimizer_states false has no effect: the states would have the dtype of the master",
+            "optimizer.params.fp32_optimizer_states cannot be false: the states have the dtype of the master",
         ),
         ({"megaclip": {"tensor_parallel_size": 0}}, "megaclip.tensor_parallel_size"),
         (
