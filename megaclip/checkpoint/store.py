@@ -24,7 +24,7 @@ from deepspeed import DeepSpeedEngine
 
 from megaclip.checkpoint import manifest
 from megaclip.checkpoint.deepspeed_files import CheckedFiles, joint_epilogue, load_with, read_file, save_with
-from megaclip.checkpoint.durable import FileRecord, checksum, make_folders, read_text, sync_files
+from megaclip.checkpoint.durable import FileRecord, checksum, make_folders, sync_files
 from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.search import (
     LATEST,
@@ -239,14 +239,8 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def read_state(folder: Path, tag: str) -> dict[str, Any]:
-    """Return the `state` that was given to `save`. Raises CheckpointError if it cannot be read."""
-    path = folder / tag / STATE
-    try:
-        state = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {str(path)!r}: {first_line(error)}; choose another checkpoint") from None
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{str(path)!r} does not hold a JSON object; choose another checkpoint")
+    """Return the `state` that was given to `save`, of a checkpoint that is whole (`search.require_whole`)."""
+    state: dict[str, Any] = json.loads((folder / tag / STATE).read_text(encoding="utf-8"))
     return state
 
 

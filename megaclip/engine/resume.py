@@ -98,8 +98,8 @@ def resume(
         return 0, uuid.uuid4().hex
     state: dict[str, Any] = {}
     with raise_on_all_ranks():
-        state = store.read_state(*found)
         try:
+            state = store.read_state(*found)
             _check_same_run(state, identity)
             _check_length(state, identity, arguments, loss)
         except MegaclipError:

@@ -115,11 +115,6 @@ def test_tag_selects_a_checkpoint_from_any_folder_of_the_run(tmp_path):
 def test_incomplete_and_damaged_checkpoints_are_refused(tmp_path):
     assert search.find_latest(tmp_path) is None
     tag = save(tmp_path, 7)
-    state = tmp_path / tag / search.STATE
-    for text, message in (("{", "cannot read"), ("[1]", "does not hold a JSON object")):
-        state.write_text(text)
-        with pytest.raises(CheckpointError, match=message):
-            store.read_state(tmp_path, tag)
     (tmp_path / tag / MANIFEST).unlink()
     for names in (tag, "step_00000008", "../elsewhere", ""):
         (tmp_path / search.LATEST).write_text(names)
