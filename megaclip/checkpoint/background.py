@@ -21,8 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from enum import IntEnum
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deepspeed import DeepSpeedEngine
@@ -39,15 +38,7 @@ _POLL_S = 0.1
 """Seconds between two checks of all ranks' progress in `finish`, after this rank is done."""
 
 
-class _Progress(IntEnum):
-    """Progress of a rank's thread."""
-
-    WORKING = 0
-    DONE = 1
-    FAILED = 2
-
-
-@dataclass
+@dataclass(frozen=True)
 class _Save:
     """A save in flight on this rank."""
 
@@ -57,12 +48,6 @@ class _Save:
     publishes: bool = False
     """True if all ranks' files are on the disk, so that the first rank completes the checkpoint."""
     started: float = field(default_factory=time.monotonic)
-
-    @property
-    def progress(self) -> _Progress:
-        if not self.job.done():
-            return _Progress.WORKING
-        return _Progress.DONE if self.job.exception() is None else _Progress.FAILED
 
 
 @dataclass(frozen=True)
@@ -103,19 +88,16 @@ class BackgroundSaves:
         Raises:
             CheckpointError: on every rank, if any rank cannot write. `latest` still names the previous checkpoint.
         """
-        if self._save is None:
+        save = self._save
+        if save is None or not all(done for (done,) in gather_integers([int(save.job.done())])):
             return None
-        progress = [number for (number,) in gather_integers([self._save.progress])]
-        if _Progress.FAILED in progress:
-            self._fail(self._save)
-        if set(progress) != {_Progress.DONE}:
-            return None
-        if self._save.publishes:
-            done, self._save = self._save, None
-            return Saved(done.target.tag, time.monotonic() - done.started)
-        target, records = self._save.target, store.join(gather_objects(self._save.job.result()))
-        self._save.job = _in_thread(lambda: _publish(target, records))
-        self._save.publishes = True
+        self._save, written = None, {}
+        with store.writing(save.target.folder):
+            written = save.job.result()
+        if save.publishes:
+            return Saved(save.target.tag, time.monotonic() - save.started)
+        records = store.join(gather_objects(written))
+        self._save = replace(save, job=_in_thread(lambda: _publish(save.target, records)), publishes=True)
         return None
 
     def finish(self) -> Saved | None:
@@ -124,20 +106,12 @@ class BackgroundSaves:
         The main thread waits, so an interrupted run keeps the checkpoint in flight.
         """
         while self._save is not None:
-            while self._save.progress is _Progress.WORKING:
+            while not self._save.job.done():
                 time.sleep(_POLL_S)
             if (saved := self.poll()) is not None:
                 return saved
             time.sleep(_POLL_S / 10)
         return None
-
-    def _fail(self, save: _Save) -> None:
-        """Raise one CheckpointError on every rank, after this rank's thread has ended."""
-        self._save = None
-        error = save.job.exception()  # waits for the thread
-        with store.writing(save.target.folder):
-            if error is not None:
-                raise error
 
 
 def _publish(target: Target, records: dict[str, FileRecord]) -> None:
