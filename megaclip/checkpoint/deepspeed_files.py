@@ -66,6 +66,19 @@ def read_file(path: Path, advice: str = "use a checkpoint that MegaCLIP has writ
     return content
 
 
+@contextmanager
+def loading(checkpoint: Path) -> Iterator[None]:
+    """Raise what the files of a checkpoint cause in the body, inside torch.load or DeepSpeed, as CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as problem:  # a damaged file can cause any exception
+        raise CheckpointError(
+            f"cannot load checkpoint {str(checkpoint)!r}: {first_line(problem)}; choose another one"
+        ) from problem
+
+
 def _reason(error: pickle.UnpicklingError) -> str:
     """Return the name that torch's message refuses, or the message without its advice to trust the file."""
     if name := re.search(r"GLOBAL (\S+)", str(error)):

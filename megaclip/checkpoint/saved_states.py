@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from megaclip.checkpoint.deepspeed_files import read_file
+from megaclip.checkpoint.deepspeed_files import loading, read_file
 from megaclip.checkpoint.search import LOCKED_WEIGHTS, MODEL_CARD
 from megaclip.checkpoint.weight_files import read_tensors
 from megaclip.comm.groups import RankGroup
 from megaclip.comm.parallelism import ONE_RANK
-from megaclip.errors import CheckpointError, first_line
+from megaclip.errors import CheckpointError
 from megaclip.models.layers import own_part, split_dim
 from megaclip.models.open_clip_keys import StateDict
 
@@ -237,7 +237,7 @@ def consolidated_weights(folder: Path, tag: str, *, ema: bool = False) -> StateD
         CheckpointError: the checkpoint cannot be read, or has no moving averages.
     """
     step = folder / tag
-    try:
+    with loading(step):
         saved = SavedStates.open(step)
         if ema and not any(saved.has(name, EMA) for name in saved.shapes):
             raise CheckpointError(
@@ -246,10 +246,6 @@ def consolidated_weights(folder: Path, tag: str, *, ema: bool = False) -> StateD
             )
         weights = {name: saved.whole(name, ema=ema) for name in saved.shapes}
         return weights | {name: buffer.clone() for name, buffer in saved.buffers.items()}
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged file can cause any exception inside torch.load
-        raise CheckpointError(f"{step} cannot be joined: {first_line(error)}; choose another checkpoint") from None
 
 
 def _read_elements(pieces: list[_Piece], start: int, out: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from megaclip.checkpoint import manifest
-from megaclip.checkpoint.deepspeed_files import CheckedFiles, joint_epilogue, load_with, read_file, save_with
+from megaclip.checkpoint.deepspeed_files import CheckedFiles, joint_epilogue, load_with, loading, read_file, save_with
 from megaclip.checkpoint.durable import FileRecord, checksum, make_folders, sync_files
 from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.search import (
@@ -256,19 +256,12 @@ def load(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
         {name: value for name, value in group.items() if name not in ("params", "step")}
         for group in engine.optimizer.param_groups
     ]
-    with joint_epilogue(engine), raise_on_all_ranks():
-        try:
-            loaded = load_with(CheckedFiles(), engine, folder, tag)  # reads without executing anything
-            for group, own in zip(engine.optimizer.param_groups, settings, strict=True):
-                group.update(own)
-            if engine.zero_optimization_stage() == 0:
-                _count_in_every_parameter(engine.optimizer)
-        except CheckpointError:
-            raise
-        except Exception as problem:  # a damaged file can cause any exception inside DeepSpeed
-            raise CheckpointError(
-                f"cannot load checkpoint {str(folder / tag)!r}: {first_line(problem)}; choose another one"
-            ) from problem
+    with joint_epilogue(engine), raise_on_all_ranks(), loading(folder / tag):
+        loaded = load_with(CheckedFiles(), engine, folder, tag)  # reads without executing anything
+        for group, own in zip(engine.optimizer.param_groups, settings, strict=True):
+            group.update(own)
+        if engine.zero_optimization_stage() == 0:
+            _count_in_every_parameter(engine.optimizer)
         if not loaded:
             raise CheckpointError(f"checkpoint {str(folder / tag)!r} lacks DeepSpeed's files; choose another one")
 

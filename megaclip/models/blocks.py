@@ -68,7 +68,6 @@ class LayerScale(nn.Module):
 
     def __init__(self, width: int, initial_value: float) -> None:
         super().__init__()
-        self.initial_value = initial_value
         self.gamma = nn.Parameter(torch.full((width,), initial_value))
 
     def forward(self, x_bLC: torch.Tensor) -> torch.Tensor:

@@ -20,10 +20,11 @@ import deepspeed.comm as dist
 import torch
 from deepspeed import DeepSpeedEngine
 
+from megaclip.checkpoint.deepspeed_files import loading
 from megaclip.checkpoint.saved_states import FP32, WORKING, SavedStates
 from megaclip.checkpoint.store import OFFLOADED
 from megaclip.comm.collectives import raise_on_all_ranks
-from megaclip.errors import CheckpointError, first_line
+from megaclip.errors import CheckpointError
 from megaclip.zero.masters import FlatGroup, Slot, flat_groups, publish_masters
 
 
@@ -42,15 +43,8 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path) -> None:
     is_zero_3 = hasattr(engine.optimizer, "checkpoint_event_prologue")
     if is_zero_3:
         engine.optimizer.checkpoint_event_prologue()
-    with raise_on_all_ranks():
-        try:
-            counters = _fill_partition(engine, folder)
-        except CheckpointError:
-            raise
-        except Exception as problem:  # a damaged file can cause any exception inside torch.load or DeepSpeed
-            raise CheckpointError(
-                f"cannot load checkpoint {str(folder)!r}: {first_line(problem)}; choose another one"
-            ) from problem
+    with raise_on_all_ranks(), loading(folder):
+        counters = _fill_partition(engine, folder)
     if is_zero_3:
         engine.optimizer.checkpoint_event_epilogue()
     else:
