@@ -43,17 +43,6 @@ PARAMETER_NAMES = "parameter_names"
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Consecutive elements of a flattened parameter, or of its optimizer state, in a saved flat tensor."""
-
-    flat: torch.Tensor
-    start: int
-    """Index of the first element in the flat tensor."""
-    numel: int
-    """Number of elements."""
-
-
 @dataclass
 class SavedStates:
     """One checkpoint, indexed by parameter name."""
@@ -68,8 +57,9 @@ class SavedStates:
     """Counters of the engine, such as global_steps."""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     """name -> buffer of the model, such as running statistics of a batch norm; equal on all ranks."""
-    _pieces: dict[tuple[str, str, int], list[_Piece]] = field(default_factory=dict)
-    """(name, kind, tensor-parallel rank) -> pieces in order. kind: FP32, WORKING, or an optimizer state ("exp_avg")."""
+    _pieces: dict[tuple[str, str, int], list[torch.Tensor]] = field(default_factory=dict)
+    """(name, kind, tensor-parallel rank) -> views (elements,) of saved flat tensors; one after the other they are the
+    flattened parameter or state. kind: FP32, WORKING, or an optimizer state ("exp_avg")."""
 
     @classmethod
     def open(cls, folder: Path) -> "SavedStates":
@@ -103,7 +93,7 @@ class SavedStates:
     def float32_weights(self, names: Iterable[str]) -> StateDict:
         """Return those parameters, whole, whose working copies are float32."""
         working = {name: self._pieces.get((name, WORKING, 0), []) for name in names}
-        exact = [name for name, pieces in working.items() if all(piece.flat.dtype == torch.float32 for piece in pieces)]
+        exact = [name for name, pieces in working.items() if all(piece.dtype == torch.float32 for piece in pieces)]
         return {name: self.whole(name) for name in exact}
 
     def state_kinds(self, name: str) -> list[str]:
@@ -146,7 +136,7 @@ class SavedStates:
             parts, needed = parts[:1], shape.numel()
         else:
             needed = shape.numel() * group.size
-        found = sum(piece.numel for part in parts for piece in part)
+        found = sum(len(piece) for part in parts for piece in part)
         if found != needed:
             raise CheckpointError(
                 f"the checkpoint has {found} elements of {name} ({kind}), but this run requires {needed}; "
@@ -158,24 +148,25 @@ class SavedStates:
         own_start = group.rank * shape.numel() if dim == 0 else 0  # parts follow each other in the flattened whole
         _read_elements([piece for part in parts for piece in part], own_start + start, out)
 
-    def _add(self, name: str, kind: str, tensor_rank: int, piece: _Piece) -> None:
+    def _add(self, name: str, kind: str, tensor_rank: int, piece: torch.Tensor) -> None:
         self._pieces.setdefault((name, kind, tensor_rank), []).append(piece)
 
     def _add_locked(self, path: Path) -> None:
         """Add the float32 values of locked parameters, if the run has them."""
         for name, whole in read_tensors(path).items() if path.is_file() else ():
             for rank in range(self.tensor_ranks if self.has(name, WORKING) and not self.has(name, FP32) else 0):
-                part = own_part(name, whole, RankGroup(None, rank, self.tensor_ranks)).reshape(-1)
-                self._add(name, FP32, rank, _Piece(part, 0, part.numel()))
+                part = own_part(name, whole, RankGroup(None, rank, self.tensor_ranks))
+                self._add(name, FP32, rank, part.reshape(-1))
 
     def _add_trained(
         self, name: str, fp32: torch.Tensor, state: dict[str, Any], tensor_rank: int, start: int, numel: int
     ) -> None:
         """Add a parameter's piece of a flat group. Padding may make state tensors longer than `fp32`, never shorter."""
-        self._add(name, FP32, tensor_rank, _Piece(fp32, start, numel))
+        place = slice(start, start + numel)
+        self._add(name, FP32, tensor_rank, fp32[place])
         tensors = {kind: value for kind, value in state.items() if torch.is_tensor(value) and value.ndim}
         for kind, value in tensors.items():
-            self._add(name, kind, tensor_rank, _Piece(value.view(-1), start, numel))
+            self._add(name, kind, tensor_rank, value.view(-1)[place])
         self.numbers[name] = {kind: value for kind, value in state.items() if kind not in tensors}
 
     def _add_model_file(self, model: dict[str, Any], optimizers: list[dict[str, Any]], tensor_rank: int) -> None:
@@ -184,7 +175,7 @@ class SavedStates:
             if name in self.buffers:
                 continue
             self.shapes[name] = value.shape
-            self._add(name, WORKING, tensor_rank, _Piece(value.reshape(-1), 0, value.numel()))
+            self._add(name, WORKING, tensor_rank, value.reshape(-1))
         for optimizer in optimizers:
             state = optimizer["base_optimizer_state"]["state"]
             for index, flat in enumerate(optimizer["single_partition_of_fp32_groups"]):
@@ -215,9 +206,8 @@ class SavedStates:
                 start += share
         for name, part in (model["frozen_param_fragments"] or {}).items():
             self.shapes[name] = model["frozen_param_shapes"][name]
-            size = self.shapes[name].numel()
-            numel = max(0, min(part.numel(), size - rank * part.numel()))
-            self._add(name, WORKING, tensor_rank, _Piece(part.view(-1), 0, numel))
+            numel = max(0, min(part.numel(), self.shapes[name].numel() - rank * part.numel()))
+            self._add(name, WORKING, tensor_rank, part.view(-1)[:numel])
 
 
 def consolidated_weights(folder: Path, tag: str, *, ema: bool = False) -> StateDict:
@@ -248,18 +238,18 @@ def consolidated_weights(folder: Path, tag: str, *, ema: bool = False) -> StateD
         return weights | {name: buffer.clone() for name, buffer in saved.buffers.items()}
 
 
-def _read_elements(pieces: list[_Piece], start: int, out: torch.Tensor) -> None:
+def _read_elements(pieces: list[torch.Tensor], start: int, out: torch.Tensor) -> None:
     """Copy the elements from index `start` on of the pieces, in order, into `out`."""
     done = 0
     for piece in pieces:
-        low, high = max(start, done), min(start + len(out), done + piece.numel)
+        low, high = max(start, done), min(start + len(out), done + len(piece))
         if low < high:
-            out[low - start : high - start].copy_(piece.flat[piece.start + low - done : piece.start + high - done])
-        done += piece.numel
+            out[low - start : high - start].copy_(piece[low - done : high - done])
+        done += len(piece)
 
 
 def _read_columns(
-    parts: list[list[_Piece]], shape: torch.Size, group: RankGroup, start: int, out: torch.Tensor
+    parts: list[list[torch.Tensor]], shape: torch.Size, group: RankGroup, start: int, out: torch.Tensor
 ) -> None:
     """Copy elements of this rank's columns of a matrix into `out`. Each part has some columns of every row."""
     if not len(out):
@@ -269,7 +259,7 @@ def _read_columns(
     first, last = start // columns, -(-(start + len(out)) // columns)
     rows = []
     for pieces in parts:
-        part = torch.empty((last - first) * part_columns, dtype=pieces[0].flat.dtype)
+        part = torch.empty((last - first) * part_columns, dtype=pieces[0].dtype)
         _read_elements(pieces, first * part_columns, part)
         rows.append(part.view(last - first, part_columns))
     own = torch.cat(rows, dim=1).chunk(group.size, dim=1)[group.rank]
