@@ -223,16 +223,12 @@ def _check_locks(arguments: TrainArguments, model_config: ModelConfig) -> None:
 
 def _check_open_clip_settings(arguments: TrainArguments, section: MegaclipSection) -> None:
     """Raise ConfigError for settings that require MegaCLIP's own towers, if open_clip's modules run the model."""
-    settings: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
-        ("tensor_parallel_size", section.tensor_parallel_size, (1,)),
-        ("layer_norm", section.layer_norm, ("torch",)),
-    )
-    for setting, value, accepted in settings:
-        if value not in accepted:
+    for setting, accepted in (("tensor_parallel_size", 1), ("layer_norm", "torch")):
+        if (value := getattr(section, setting)) != accepted:
             raise ConfigError(
                 f"megaclip.{setting} {json.dumps(value)} requires MegaCLIP's own towers, and open_clip's modules run "
-                f"--model {arguments.model}; use {' or '.join(map(json.dumps, accepted))}, or a model that "
-                "`megaclip show models` lists with MegaCLIP's own towers"
+                f"--model {arguments.model}; use {json.dumps(accepted)}, or a model that `megaclip show models` lists "
+                "with MegaCLIP's own towers"
             )
 
 

@@ -20,7 +20,7 @@ from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedule import default_warmup
 from megaclip.errors import CheckpointError, ConfigError, MegaclipError, first_line
 from megaclip.logging import get_logger
-from megaclip.models import ModelDescription, OpenClipConfig
+from megaclip.models import OpenClipConfig
 from megaclip.models.descriptions import TOWERS_KEY
 from megaclip.zero.parameter_groups import grouping
 from megaclip.zero.reshard import load_resharded
@@ -39,6 +39,8 @@ def describe_run(
     A resumed run must have the same properties, except those in `_PARTITIONING`, `image_decoder` and, in some cases,
     `total_steps`.
     """
+    model = inputs.saved_config
+    towers = {TOWERS_KEY: "open_clip"} if isinstance(model, OpenClipConfig) else {}  # of other parameters' names
     zero = inputs.config.for_deepspeed.get("zero_optimization", {})
     return {
         "world_size": dist.get_world_size(),
@@ -56,17 +58,12 @@ def describe_run(
         "total_steps": total_steps,
         "optimizer": inputs.config.optimizer.type,
         "parameter_groups": grouping(inputs.config.megaclip),
-        "model": inputs.saved_config.to_open_clip() | _implementation(inputs.saved_config),
+        "model": model.to_open_clip() | towers,
         "tokenizer": inputs.tokenizer.identity,
         "preprocess": inputs.preprocess_cfg,
         "image_decoder": image_decoder(),
         "data": inputs.train.manifest(),
     }
-
-
-def _implementation(model: ModelDescription) -> dict[str, str]:
-    """Return the implementation whose parameter names the model has, if it is not MegaCLIP's own."""
-    return {TOWERS_KEY: "open_clip"} if isinstance(model, OpenClipConfig) else {}
 
 
 def resume(
