@@ -22,6 +22,15 @@ _SPREAD = 1.1
 ALL = 1 << 30
 
 
+def free_at_peak() -> tuple[float, float]:
+    """Return the bytes of the GPU that were free at the peak of all earlier steps, and its bytes.
+
+    Blocks that the allocator holds in reserve are not counted as free.
+    """
+    free, total = torch.cuda.mem_get_info()
+    return free - (torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()), total
+
+
 class KeptGraphs:
     """keep: number of graphs, "all", or "auto", which measures on CUDA and keeps none on a CPU."""
 
@@ -53,11 +62,8 @@ class KeptGraphs:
         if self._steps <= MEASURED_STEPS:
             return 0
         if self._steps == MEASURED_STEPS + 1:
-            free, total = torch.cuda.mem_get_info()
-            # Free at the peak of all earlier steps. Blocks that the allocator holds in reserve are not counted.
-            self._budget = (
-                free - (torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()) - MEASURED_MARGIN * total
-            )
+            free, total = free_at_peak()
+            self._budget = free - MEASURED_MARGIN * total
         kept, left = 0, self._budget
         for encoder, sizes in enumerate(elements):
             for size in sizes:

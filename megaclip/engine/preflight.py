@@ -20,7 +20,7 @@ import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from megaclip.cache.kept_graphs import MEASURED_MARGIN
+from megaclip.cache.kept_graphs import MEASURED_MARGIN, free_at_peak
 from megaclip.comm.collectives import gather_integers, gather_objects, raise_on_all_ranks
 from megaclip.comm.groups import by_node, ranks_of_this_node, resolve
 from megaclip.comm.machine import machine_of
@@ -142,8 +142,7 @@ def keep_more_graphs(plan: MemoryPlan) -> MemoryPlan:
     kept = sum(plan.workload.kept)
     if kept >= len(plan.graph_bytes):
         return plan
-    free, total = torch.cuda.mem_get_info()
-    free -= torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()  # free at the peak
+    free, total = free_at_peak()
     # Captions of later steps may be longer, and their kept graphs larger.
     longer_captions = plan.workload.kept.text * graph_bytes(plan.workload)[1]
     number = _least(graphs_that_fit(kept, plan.graph_bytes, free - longer_captions - MEASURED_MARGIN * total))
