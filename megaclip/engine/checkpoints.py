@@ -60,9 +60,7 @@ class Checkpoints:
             CheckpointError, DataError: on every rank: the checkpoint does not exist, or this run cannot resume from it.
         """
         trainer = self._trainer
-        step, self.run_id = resume(
-            trainer.engine, trainer.loss, self._identity, arguments=trainer.arguments, checkpoints=self.folder
-        )
+        step, self.run_id = resume(trainer, self._identity, self.folder)
         trainer.resumed(step)
         self.saved_step = step
         self._last_end = time.monotonic()

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed.comm as dist
-from deepspeed import DeepSpeedEngine
 
 from megaclip.checkpoint import search, store
 from megaclip.checkpoint.manifest import find_damage_on_all_ranks, summary
@@ -18,6 +17,7 @@ from megaclip.data import check_manifest, image_decoder
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedule import default_warmup
+from megaclip.engine.trainer import Trainer
 from megaclip.errors import CheckpointError, ConfigError, MegaclipError, first_line
 from megaclip.logging import get_logger
 from megaclip.models import OpenClipConfig
@@ -66,22 +66,13 @@ def describe_run(
     }
 
 
-def resume(
-    engine: DeepSpeedEngine,
-    loss: RunLoss,
-    identity: dict[str, Any],
-    *,
-    arguments: TrainArguments,
-    checkpoints: Path,
-) -> tuple[int, str]:
-    """Check every file of the checkpoint that --resume names, and load it into `engine` and `loss`, on every rank.
+def resume(trainer: Trainer, identity: dict[str, Any], checkpoints: Path) -> tuple[int, str]:
+    """Check every file of the checkpoint that --resume names, and load it into `trainer`, on every rank.
 
     Args:
-        engine: receives the parameters and the optimizer state.
-        loss: receives its own state.
+        trainer: its engine and its loss receive their states.
         identity: `describe_run` of this run.
-        arguments: --resume is "auto", a path, or None.
-        checkpoints: the folder of this run's checkpoints, where "auto" searches.
+        checkpoints: the folder of this run's checkpoints, where --resume auto searches.
 
     Returns:
         the number of steps done, and the identifier that the run's checkpoints record: that of the checkpoint, or a new
@@ -90,6 +81,7 @@ def resume(
     Raises:
         CheckpointError, DataError: the checkpoint is missing, damaged or of another run (raised on every rank).
     """
+    arguments, loss = trainer.arguments, trainer.loss
     found = _find_checkpoint(arguments.resume, checkpoints)
     if found is None:
         return 0, uuid.uuid4().hex
@@ -108,12 +100,12 @@ def resume(
             ) from None
         run = _run_after(*found, checkpoints, arguments.resume)
     if _same_partitioning(state, identity):
-        store.load(engine, *found)
+        store.load(trainer.engine, *found)
     else:
         shape = "{world_size} ranks at ZeRO-{zero_stage} in {precision}, tensor-parallel size {tensor_parallel_size}"
         was, now = (shape.format(**properties) for properties in (state, identity))
         logger.info("converting a checkpoint of %s to %s", was, now)
-        load_resharded(engine, found[0] / found[1])
+        load_resharded(trainer.engine, found[0] / found[1])
     with raise_on_all_ranks():
         loss_states = store.read_loss_states(*found)
         if loss.own is not None:
@@ -141,11 +133,7 @@ def require_own_folder(folder: Path, wanted: str | None) -> None:
 
 
 def _find_checkpoint(wanted: str | None, checkpoints: Path) -> tuple[Path, str] | None:
-    """Return (folder of checkpoints, name of a whole checkpoint) for the value of --resume, or None to start at step 0.
-
-    "auto" selects the newest whole checkpoint. It warns of each newer checkpoint that is damaged. Every rank must call
-    it.
-    """
+    """Return folder and name of the whole checkpoint that --resume names, or None to start at step 0."""
     if wanted is None:
         return None
     folder = checkpoints

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,10 +28,6 @@ IDENTITY: dict[str, Any] = {
 REQUIRED = ["--deepspeed_config", "c.json", "--model", "ViT-B-32", "--train-data", "a.tar"]
 
 
-class Loss:
-    length_dependent_setting = own = None
-
-
 def load(
     monkeypatch: pytest.MonkeyPatch, saved: dict[str, Any], *flags: str, loss_setting: str | None = None
 ) -> list[str]:
@@ -44,10 +41,9 @@ def load(
     monkeypatch.setattr(resume, "check_manifest", lambda *_: None)
     monkeypatch.setattr(resume.store, "load", lambda *_: taken.append("unchanged"))
     monkeypatch.setattr(resume, "load_resharded", lambda *_: taken.append("by name"))
-    engine: Any = None
-    loss: Any = Loss()
-    loss.length_dependent_setting = loss_setting
-    step, _ = resume.resume(engine, loss, IDENTITY, arguments=arguments, checkpoints=Path("runs"))
+    loss = SimpleNamespace(length_dependent_setting=loss_setting, own=None)
+    trainer: Any = SimpleNamespace(engine=None, loss=loss, arguments=arguments)
+    step, _ = resume.resume(trainer, IDENTITY, Path("runs"))
     assert step == 4
     return taken
 
@@ -98,10 +94,10 @@ def test_any_content_of_state_json_ends_in_one_readable_error(monkeypatch, key):
     """Any content of state.json must be accepted, or refused with an error for users, before anything is loaded."""
     monkeypatch.setattr(resume, "_find_checkpoint", lambda *_: (Path("runs"), "step_00000004"))
     monkeypatch.setattr(resume, "_same_partitioning", lambda *_: True)
-    loss: Any = Loss()
-    engine: Any = None
     identity = {**IDENTITY, "data": {"sources": [{"type": "tar", "files": [["a", 1, 1]]}], "weights": None}}
+    loss = SimpleNamespace(length_dependent_setting=None, own=None)
     arguments = parse_arguments([*REQUIRED, "--resume", "there"])
+    trainer: Any = SimpleNamespace(engine=None, loss=loss, arguments=arguments)
     refused = 0
     for junk in JUNK:
         state = {"step": 4, "samples_consumed": 128, **identity, key: junk}
@@ -109,7 +105,7 @@ def test_any_content_of_state_json_ends_in_one_readable_error(monkeypatch, key):
         monkeypatch.setattr(resume.store, "load", lambda *_: None)
         monkeypatch.setattr(resume.store, "read_loss_states", lambda *_: iter(()))
         try:
-            resume.resume(engine, loss, identity, arguments=arguments, checkpoints=Path("runs"))
+            resume.resume(trainer, identity, Path("runs"))
         except MegaclipError as error:
             assert "\n" not in str(error)
             refused += 1
