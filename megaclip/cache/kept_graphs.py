@@ -55,7 +55,7 @@ class KeptGraphs:
         if not self.measures:
             return self._number
         self._steps += 1
-        self._elements = sum(map(sum, elements))
+        self._elements = max(1, sum(map(sum, elements)))  # 0 if no encoder is divided
         if self._is_timed:
             torch.cuda.synchronize()
             self._began = time.perf_counter()

@@ -230,6 +230,10 @@ def test_graphs_are_kept_after_two_steps_in_the_measured_free_memory(
         kept.step_done()
     # 850 bytes: 220 + 220 + 110 + 220 fit, and then 66 more; of larger chunks 440 fit and another 440 do not.
     assert numbers == [0, 0, 5, 1, fifth]
+    undivided = KeptGraphs("auto")
+    for _ in range(4):
+        assert undivided.number([[]]) == 0
+        undivided.step_done()
 
 
 @pytest.mark.parametrize(
