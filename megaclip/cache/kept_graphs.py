@@ -86,7 +86,7 @@ class KeptGraphs:
         if self._steps == MEASURED_STEPS:
             self._without_graphs = duration_s
         elif duration_s > self._without_graphs:
-            self._budget = 0.0
+            self._budget = -1.0
 
     def before_graph(self) -> None:
         """Start to measure a forward pass that builds a graph."""
