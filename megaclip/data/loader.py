@@ -82,7 +82,7 @@ class TrainLoader:
         self._taken = 0
         self._has_told = dataset.id_key == "image"  # equal images are then known to the loss
         self._log = BadSampleLog(max_bad_fraction, "a substitute is used", "--max-bad-fraction")
-        self._order = order = dataset.order(seed=seed, shard_order=shard_order)
+        self._order = order = dataset.order(self.samples_per_step, seed=seed, shard_order=shard_order)
         check_batch(self.samples_per_step, order)
         log_once(_logger.info, f"training images are decoded and resized by {image_decoder()}")
         reader = TrainReader(dataset, transform, tokenizer, seed)

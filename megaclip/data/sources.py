@@ -22,7 +22,7 @@ from megaclip.data.batch import RawSample
 from megaclip.data.captions import CaptionKeys
 from megaclip.data.image_folder import ImageFolder, walk_folder
 from megaclip.data.images import IMAGE_EXTENSIONS, is_image_name
-from megaclip.data.order import MixtureOrder, SampleOrder, block_quotas
+from megaclip.data.order import MixtureOrder, SampleOrder, block_quotas, mixture_batches
 from megaclip.data.patterns import expand_pattern, refuse_special_files
 from megaclip.data.remote import RemoteFile, copied, find_files, is_remote
 from megaclip.data.shard_cache import RemoteShards
@@ -114,15 +114,19 @@ class PairDataset:
         training.id_key = self.id_key
         return training, PairDataset(self._sources, rows=list(map(np.flatnonzero, held_out)), part=f" {fraction:g}")
 
-    def order(self, *, seed: int, shard_order: str = "shuffled") -> SampleOrder | MixtureOrder:
-        """Return the order of training: a mixture if the dataset has weights, else one order over all sources."""
+    def order(self, batch: int, *, seed: int, shard_order: str = "shuffled") -> SampleOrder | MixtureOrder:
+        """Return the order of training for contrastive batches of `batch` samples.
+
+        It is a mixture if the dataset has weights, else one order over all sources.
+        """
         if not self.weights:
-            return SampleOrder(self.shard_sizes, seed=seed, shard_order=shard_order)
+            return SampleOrder(self.shard_sizes, seed=seed, batch_sizes=[batch], shard_order=shard_order)
+        columns = mixture_batches(self.weights, batch).T
         parts = [
-            SampleOrder(sizes, seed=seed + number, shard_order=shard_order)
-            for number, sizes in enumerate(self._shard_sizes)
+            SampleOrder(sizes, seed=seed + number, batch_sizes=batch_sizes, shard_order=shard_order)
+            for number, (sizes, batch_sizes) in enumerate(zip(self._shard_sizes, columns, strict=True))
         ]
-        return MixtureOrder(parts, self.weights, seed=seed)
+        return MixtureOrder(parts, seed=seed)
 
     def remote_shards(self, cache: Path | None) -> dict[int, RemoteFile]:
         """Return the remote tar shards by their number, and read those in the folder `cache` from there from now on."""

@@ -14,6 +14,7 @@ from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.comm.groups import group_rank
 from megaclip.config import BatchLayout, TrainArguments
 from megaclip.data import check_manifest, image_decoder
+from megaclip.data.order import ORDER_VERSION
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedule import default_warmup
@@ -54,6 +55,7 @@ def describe_run(
         },
         "seed": arguments.seed,
         "shard_order": arguments.shard_order,
+        "order_version": ORDER_VERSION,
         "global_batch": batch_layout.global_batch,
         "total_steps": total_steps,
         "optimizer": inputs.config.optimizer.type,
@@ -206,6 +208,12 @@ def _check_all_found_the_same(tags: list[str]) -> None:
 
 def _check_same_run(state: dict[str, Any], identity: dict[str, Any]) -> None:
     """Raise unless the checkpoint with this `state` was written by the run with this `identity`."""
+    if "order_version" not in state and group_rank() == 0:
+        logger.warning(
+            "an earlier version of MegaCLIP wrote the checkpoint, with another order of the samples: in the current "
+            "epoch of each dataset some samples may occur twice and others not at all"
+        )
+    state.setdefault("order_version", ORDER_VERSION)
     if missing := sorted(identity.keys() - state.keys() - {"image_decoder"}):
         raise CheckpointError(
             f"the checkpoint does not record {', '.join(missing)}, because an earlier version of MegaCLIP wrote it; "

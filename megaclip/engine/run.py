@@ -90,9 +90,8 @@ def train(arguments: TrainArguments) -> int:
     start_process_group()
     require_equal_inputs(arguments, inputs)
     with refused_before_training():
-        check_batch(
-            inputs.config.batch_layout(dist.get_world_size()).global_batch, inputs.train.order(seed=arguments.seed)
-        )
+        batch = inputs.config.batch_layout(dist.get_world_size()).global_batch
+        check_batch(batch, inputs.train.order(batch, seed=arguments.seed))
     memory_plan = check_fit(arguments, inputs)
     with run_folder(arguments) as folder:
         with refused_before_training():

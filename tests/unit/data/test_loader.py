@@ -229,7 +229,7 @@ def test_an_exception_in_a_worker_is_not_reported_as_its_death():
 @pytest.mark.parametrize("tokenizer", [CountingTokenizer(), load_tokenizer("clip", 8)])
 def test_work_can_be_pickled_for_workers_that_are_not_forked(pairs, tokenizer):
     """On systems without fork, order and reader are pickled and sent to the workers."""
-    order, reader = pairs.order(seed=0), TrainReader(pairs, ImageTransform(8, training=True), tokenizer, 0)
+    order, reader = pairs.order(4, seed=0), TrainReader(pairs, ImageTransform(8, training=True), tokenizer, 0)
     copied_order, copied_reader = pickle.loads(pickle.dumps((order, reader)))
     places = np.arange(12)
     expected, copied = reader.read(*order.visit(places)), copied_reader.read(*copied_order.visit(places))
@@ -535,7 +535,7 @@ def test_held_out_samples_are_those_of_whole_images(tmp_path):
         assert [part.shard_sizes.sum() for part in parts] == [len(part) for part in parts]
         again = open_pairs([str(tmp_path / spec)]).split(0.2)
         assert [part.manifest() for part in again] == [part.manifest() for part in parts]
-        ids, _ = parts[0].order(seed=0).visit(np.arange(len(parts[0])))
+        ids, _ = parts[0].order(4, seed=0).visit(np.arange(len(parts[0])))
         assert sorted(ids) == list(range(len(parts[0])))
         with pytest.raises(DataError, match=r"--val-fraction is 1e-06, .* has too few images"):
             whole.split(1e-6)

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from megaclip.data import check_batch
-from megaclip.data.order import MIXTURE_BLOCK, MixtureOrder, SampleOrder, block_quotas, rank_positions
+from megaclip.data.order import (
+    MIXTURE_BLOCK,
+    MixtureOrder,
+    SampleOrder,
+    block_quotas,
+    mixture_batches,
+    rank_positions,
+)
 from megaclip.errors import DataError
 
 SIZES = [7, 1, 0, 30, 12, 50]
@@ -78,18 +85,34 @@ def test_a_position_in_a_large_dataset_is_computed_without_replay():
     assert set(epochs) == {0}
 
 
-def test_every_block_of_a_mixture_meets_the_quotas():
-    parts = [SampleOrder([300], seed=0), SampleOrder([50, 50], seed=1)]
-    order = MixtureOrder(parts, [3.0, 1.0], seed=0)
-    for block in range(4):
-        ids, _ = visit(order, block * MIXTURE_BLOCK, MIXTURE_BLOCK)
-        assert (ids < 300).sum() == 750 and (ids >= 300).sum() == 250
+def mixture(sizes, weights, batch, seed=0, shard_order="shuffled"):
+    columns = mixture_batches(weights, batch).T
+    parts = [
+        SampleOrder([size], seed=number, batch_sizes=column, shard_order=shard_order)
+        for number, (size, column) in enumerate(zip(sizes, columns, strict=True))
+    ]
+    return MixtureOrder(parts, seed=seed)
 
 
-def test_a_batch_over_many_blocks_of_a_mixture_shuffles_each_window_once(monkeypatch):
-    """Each window must be shuffled once and kept. 256 samples of one of 64 ranks lie in 17 blocks."""
-    parts = [SampleOrder([10**6], seed=seed) for seed in (0, 1)]
-    mixture, shuffled = MixtureOrder(parts, [1.0, 1.0], seed=987), Counter()
+@pytest.mark.parametrize("batch", [1, 3, 64, 1000, 1024])
+def test_every_batch_of_a_mixture_has_the_rounded_share_of_each_part_and_a_thousand_have_it_exactly(batch):
+    weights = [0.31, 5, 1, 1.7]
+    shares = batch * block_quotas(weights) / MIXTURE_BLOCK
+    counts = mixture_batches(weights, batch)
+    assert (counts.sum(axis=1) == batch).all()
+    assert ((counts == np.floor(shares)) | (counts == np.ceil(shares))).all()
+    assert counts.sum(axis=0).tolist() == (batch * block_quotas(weights)).tolist()
+    ahead = np.cumsum(counts, axis=0) - np.arange(1, 1 + MIXTURE_BLOCK)[:, None] * shares
+    assert np.abs(ahead).max() < 8  # samples, at any time
+    order = mixture([300, 4000, 70, 90], weights, batch)
+    ids, _ = visit(order, 5 * batch, batch)
+    found, _ = np.histogram(ids, [0, 300, 4300, 4370, 4460])
+    assert found.tolist() == counts[5].tolist()
+
+
+def test_a_batch_of_a_mixture_shuffles_each_window_and_each_batch_once(monkeypatch):
+    """Each must be shuffled once and kept. One of 64 ranks takes a step in three micro-batches of 256 samples."""
+    order, shuffled = mixture([10**6, 10**6], [1.0, 1.0], 256 * 3 * 64, seed=987), Counter()
     seed_sequence = np.random.SeedSequence
 
     def counted(seeds):
@@ -98,26 +121,66 @@ def test_a_batch_over_many_blocks_of_a_mixture_shuffles_each_window_once(monkeyp
 
     monkeypatch.setattr(np.random, "SeedSequence", counted)
     for micro_batch in range(3):
-        mixture.visit(rank_positions(0, micro_batch, 256, 3, 64))
-    assert {seeds: count for seeds, count in shuffled.items() if len(seeds) == 4 and count > 1} == {}
+        order.visit(rank_positions(0, micro_batch, 256, 3, 64))
+    assert len(shuffled) > 2
+    assert {seeds: count for seeds, count in shuffled.items() if len(seeds) != 3 and count > 1} == {}
+    assert max(count for seeds, count in shuffled.items() if len(seeds) == 3) <= 2  # a batch, or the shards of a part
 
 
-def test_each_part_of_a_mixture_has_its_own_epochs():
-    parts = [SampleOrder([300], seed=0), SampleOrder([50, 50], seed=1)]
-    ids, epochs = visit(MixtureOrder(parts, [3.0, 1.0], seed=0), 0, 4 * MIXTURE_BLOCK)
+def copies_and_fewest(order, sizes, batch, steps):
+    """Return the copies in each of the first batches, and the smallest number with these parts: counted by id."""
+    ids = visit(order, 0, steps * batch)[0].reshape(steps, batch)
+    first = np.cumsum([0, *sizes])
+    copies = np.array([batch - len(set(row)) for row in ids.tolist()])
+    fewest = [np.maximum(0, np.histogram(row, first)[0] - sizes).sum() for row in ids]
+    return copies, np.array(fewest)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("shard_order", ["shuffled", "sequential"])
+def test_batches_of_mixtures_hold_the_fewest_possible_copies(seed, shard_order):
+    """Batches that `check_batch` accepts hold none, the largest one too, and larger ones only those that they must."""
+    random = np.random.default_rng(seed)
+    parts = random.integers(1, 6)
+    sizes, weights = random.integers(20, 900, parts), random.uniform(0.2, 3, parts)
+    largest, _ = mixture(sizes, weights, 1).largest_batch()
+    for batch in {1 + largest // 4, largest // 2 + 1, 2 * largest // 3, largest - 1, largest, largest + 9, 3 * largest}:
+        order = mixture(sizes, weights, batch, seed, shard_order)
+        copies, fewest = copies_and_fewest(order, sizes, batch, 60)
+        assert copies.tolist() == fewest.tolist()
+        if batch <= min(largest, sizes.sum()):
+            check_batch(batch, order)
+            assert not copies.any()
+        else:
+            with pytest.raises(DataError):
+                check_batch(batch, order)
+
+
+@pytest.mark.parametrize("shard_order", ["shuffled", "sequential"])
+@pytest.mark.parametrize("batch", [1, 7, 30, 49, 50, 51, 64, 99, 100, 130])
+def test_batches_of_one_dataset_hold_no_sample_twice_and_its_epochs_each_sample_once(batch, shard_order):
+    order = SampleOrder(SIZES, seed=5, batch_sizes=[batch], shard_order=shard_order)
+    copies, fewest = copies_and_fewest(order, [100], batch, 300)
+    assert copies.tolist() == fewest.tolist()
+    ids, _ = visit(order, 0, 5000)
+    assert (np.sort(ids.reshape(50, 100)) == np.arange(100)).all()
+    assert len({tuple(row) for row in ids.reshape(50, 100).tolist()}) >= (50 if batch <= 50 or batch == 100 else 1)
+    far = 10**12
+    whole, pieces = visit(order, far, 700)[0], [visit(order, far + start, 35)[0] for start in range(0, 700, 35)]
+    np.testing.assert_array_equal(np.concatenate(pieces), whole)  # random access, in any order
+    np.testing.assert_array_equal(visit(order, far, 700)[0][::3], order.visit(np.arange(far, far + 700, 3))[0])
+
+
+def test_the_parts_of_a_mixture_have_their_own_epochs_which_follow_one_another():
+    """The positions of a part, in order of appearance, must hold each of its samples once per epoch."""
+    sizes = [300, 100]
+    ids, epochs = visit(mixture(sizes, [3.0, 1.0], 64), 0, 6400)
     for first, size in ((0, 300), (300, 100)):
         mine = (ids >= first) & (ids < first + size)
-        for epoch in range(mine.sum() // size):
-            assert sorted(ids[mine & (epochs == epoch)]) == list(range(first, first + size))
-
-
-def test_a_batch_of_a_mixture_repeats_no_sample_of_a_part_that_is_too_small_for_its_weight():
-    mixture = MixtureOrder([SampleOrder([100_000], seed=0), SampleOrder([100], seed=1)], [1.0, 1.0], seed=0)
-    check_batch(200, mixture)
-    with pytest.raises(DataError, match=r"repeat samples of entry 2 of --train-data.* set train_batch_size to 200 or"):
-        check_batch(201, mixture)
-    ids, _ = visit(mixture, 0, 1000)
-    assert len(set(ids)) == 600  # the property that the check protects
+        rounds = mine.sum() // size
+        found = ids[mine][: rounds * size].reshape(rounds, size)
+        assert (np.sort(found) == np.arange(first, first + size)).all()
+        assert (epochs[mine] == np.arange(mine.sum()) // size).all()
 
 
 def test_quotas_sum_to_a_block_and_unusable_weights_are_errors():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megaclip.data import ImageTransform, TrainLoader, check_manifest, open_labelled, open_pairs, remote
-from megaclip.data.order import MixtureOrder, SampleOrder
+from megaclip.data.order import MixtureOrder, SampleOrder, mixture_batches
 from megaclip.data.shard_cache import SUFFIX
 from megaclip.errors import DataError, public
 from tests.unit.data.data_samples import CountingTokenizer, pair_members, picture, write_shards, write_tar
@@ -211,14 +211,15 @@ def test_a_cache_of_all_shards_reads_each_once(server, tmp_path):
 
 @pytest.mark.parametrize("shard_order", ["shuffled", "sequential"])
 @pytest.mark.parametrize("mixture", [False, True])
-def test_the_next_shards_are_those_of_the_next_samples(shard_order, mixture):
+@pytest.mark.parametrize("batch", [1, 16, 24, 60])
+def test_the_next_shards_are_those_of_the_next_samples(shard_order, mixture, batch):
     sizes = [[5, 0, 9, 30, 1, 17], [40, 3, 3]]
 
-    def part(sizes, seed):
-        return SampleOrder(sizes, seed=seed, shard_order=shard_order, window_size=13)
+    def part(sizes, seed, batch_sizes):
+        return SampleOrder(sizes, seed=seed, batch_sizes=batch_sizes, shard_order=shard_order, window_size=13)
 
-    parts = [part(sizes[0], 1), part(sizes[1], 2)]
-    order = MixtureOrder(parts, [3, 1], seed=0) if mixture else part(sizes[0] + sizes[1], 1)
+    parts = [part(sizes[number], number, mixture_batches([3, 1], batch)[:, number]) for number in (0, 1)]
+    order = MixtureOrder(parts, seed=0) if mixture else part(sizes[0] + sizes[1], 1, [batch])
     ends = np.cumsum(sizes[0] + sizes[1])
     for position in (0, 1, 12, 13, 61, 62, 107, 108, 500, 1999, 2345):
         ids, _ = order.visit(np.arange(position, position + 40))
