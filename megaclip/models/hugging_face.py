@@ -19,13 +19,22 @@ from torch import nn
 
 from megaclip.errors import ConfigError, first_line
 
+_LAYERS = {
+    "bert": {"layer_attr": "layer", "token_embeddings_attr": "embeddings"},
+    "m2m_100": {"layer_attr": "layers", "token_embeddings_attr": "embed_tokens"},
+}
+"""Attributes that open_clip 3.3.0 does not name. Its `lock` and layer-wise learning rates read them."""
+
 
 @contextmanager
 def known_configurations() -> Iterator[None]:
     """Let open_clip read configurations of Hugging Face models without the network, in the body of a `with`
-    statement."""
+    statement, and complete its table of their layers."""
     from open_clip import hf_model
 
+    for model_type, names in _LAYERS.items():
+        known = hf_model.arch_dict[model_type]["config_names"]
+        known.update({name: value for name, value in names.items() if name not in known})
     with mock.patch.object(hf_model, "AutoConfig", SimpleNamespace(from_pretrained=configuration), create=True):
         yield
 

@@ -72,9 +72,7 @@ def _hugging_face_parts(tower: Any) -> list[list[Part | None]]:
     """Return the embeddings, each layer, and the projection of open_clip together with the model's own pooler."""
     from open_clip.hf_configs import arch_dict
 
-    # open_clip 3.3.0 does not name the attributes of m2m_100 (NLLB).
-    names = {"layer_attr": "layers", "token_embeddings_attr": "embed_tokens"}
-    names |= arch_dict[tower.config.model_type]["config_names"]
+    names = arch_dict[tower.config.model_type]["config_names"]
     encoder = getattr(tower.transformer, "encoder", tower.transformer)
     layers: list[list[Part | None]] = [[layer] for layer in getattr(encoder, names["layer_attr"])]
     return [[getattr(tower.transformer, names["token_embeddings_attr"])], *layers, []]

@@ -236,9 +236,11 @@ def _build(config: OpenClipConfig) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # the libraries do not document what they raise
+        advice = "correct vision_cfg and text_cfg, or install versions of open_clip, timm and transformers that have it"
+        if "patch_drop_rate" in str(error):  # the argument of timm's trunks that have it
+            advice = "vision_cfg.patch_dropout has no effect on this image tower; set it to 0"
         raise ConfigError(
-            f"open_clip cannot build the model: {type(error).__name__}: {first_line(error)}; correct vision_cfg and "
-            "text_cfg, or install the versions of open_clip, timm and transformers that have its parts"
+            f"open_clip cannot build the model: {type(error).__name__}: {first_line(error)}; {advice}"
         ) from error
 
 

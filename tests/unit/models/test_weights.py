@@ -129,13 +129,15 @@ def test_a_hugging_face_text_model(tmp_path, name, with_head):
     torch.manual_seed(1)
     kinds: dict[str, tuple[Any, Any]] = {
         "roberta": (transformers.RobertaModel, transformers.RobertaForMaskedLM),
+        "bert": (transformers.BertModel, transformers.BertForMaskedLM),
         "mt5": (transformers.MT5EncoderModel, transformers.MT5ForConditionalGeneration),
         "m2m_100": (transformers.M2M100Model, transformers.M2M100ForConditionalGeneration),
     }
     source = kinds[name][with_head](settings)
     source.save_pretrained(tmp_path / "saved")
-    base = source.roberta if with_head and name == "roberta" else source
-    encoder = base.get_encoder() if name != "roberta" else base
+    is_encoder = name in ("roberta", "bert")
+    base = getattr(source, name) if with_head and is_encoder else source
+    encoder = base if is_encoder else base.get_encoder()
     model = built(config, 2)
     before, theirs = values(model), dict(encoder.state_dict())
     line = load_pretrained_tower(model, "text", tmp_path / "saved")
