@@ -31,6 +31,8 @@ CLIP_MERGES = 49_152 - 256 - 2
 CLIP_START, CLIP_END = "<start_of_text>", "<end_of_text>"
 CACHED = "hf:"
 """Prefix of the name of a tokenizer in the local cache of the Hugging Face hub."""
+_END_OF_NAME = "\n"
+"""End of the names of special pieces in exported tokenizers."""
 _CLEANINGS = "clean " + ", ".join(map(repr, get_args(Cleaning)))
 # From simple_tokenizer.py of openai/CLIP. Special tokens are words too: open_clip keeps their names whole, in upper and
 # lower case.
@@ -60,9 +62,9 @@ class Tokenizer(abc.ABC):
             tokens[row, : len(ids)] = torch.tensor(ids)
         return tokens
 
-    @abc.abstractmethod
     def _encode(self, caption: str) -> list[int]:
         """Return the ids of a caption, with the start of text if the vocabulary has one, without the end of text."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def write_open_clip(self, directory: Path | str) -> dict[str, Any]:
@@ -89,7 +91,6 @@ class ClipTokenizer(Tokenizer):
         """Return the keys and values for `text_cfg`. No file is written: this tokenizer is open_clip's default."""
         return {
             "hf_tokenizer_name": None,
-            "vocab_size": self.vocab_size,
             "context_length": self.context_length,
             "tokenizer_mode": None,
             "tokenizer_kwargs": None if self._clean == "lower" else {"clean": self._clean},
@@ -163,7 +164,7 @@ class SentencePieceTokenizer(Tokenizer):
         directory.mkdir(parents=True, exist_ok=True)
         self.as_hugging_face().save(str(directory / "tokenizer.json"))
         pieces = {"unk": self._model.unk_id(), "eos": self.eos_id, "pad": self.pad_id}
-        names = {f"{name}_token": _exported_name(self._model.id_to_piece(number)) for name, number in pieces.items()}
+        names = {f"{name}_token": self._model.id_to_piece(number) + _END_OF_NAME for name, number in pieces.items()}
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": self.context_length,
@@ -173,7 +174,6 @@ class SentencePieceTokenizer(Tokenizer):
         (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
         return {
             "hf_tokenizer_name": "sentencepiece",  # any name makes `local-dir:` read the files beside the card
-            "vocab_size": self.vocab_size,
             "context_length": self.context_length,
             "pool_type": "eos",
             "eos_id": self.eos_id,
@@ -193,24 +193,19 @@ class SentencePieceTokenizer(Tokenizer):
         )
         for piece in proto.pieces:
             if piece.type in (piece.CONTROL, piece.UNKNOWN):
-                piece.piece = _exported_name(piece.piece)
+                piece.piece += _END_OF_NAME
         model = tokenizers.Tokenizer(_hugging_face_model(proto, self._model.unk_id()))
         model.normalizer = _normalizer(proto.normalizer_spec)
         prefix = "always" if proto.normalizer_spec.add_dummy_prefix else "never"
         model.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=prefix)
         model.decoder = decoders.Metaspace(replacement="▁", prepend_scheme=prefix)
-        end = _exported_name(self._model.id_to_piece(self.eos_id))
+        end = proto.pieces[self.eos_id].piece
         model.post_processor = processors.TemplateProcessing(
             single=["$A", end], pair=["$A", end, "$B", end], special_tokens=[(end, self.eos_id)]
         )
         special = (self.pad_id, self.eos_id, self._model.unk_id())
-        model.add_special_tokens([_exported_name(self._model.id_to_piece(number)) for number in sorted(special)])
+        model.add_special_tokens([proto.pieces[number].piece for number in sorted(special)])
         return model
-
-
-def _exported_name(special_piece: str) -> str:
-    """Return the name of a special piece in an exported tokenizer."""
-    return special_piece + "\n"
 
 
 def _hugging_face_model(proto: Any, unknown_id: int) -> models.Model:
@@ -287,9 +282,6 @@ class HuggingFaceTokenizer(Tokenizer):
         """Return the token ids (n, L) int64, as open_clip pads and truncates them."""
         tokens: torch.Tensor = self._tokenizer(list(captions))
         return tokens
-
-    def _encode(self, caption: str) -> list[int]:
-        return [int(token) for token in self([caption])[0]]
 
     def ends_captions_with(self, token: int) -> bool:
         """Return whether the id `token` first occurs after the text of a caption, even if the caption is truncated."""

@@ -72,13 +72,8 @@ def load_saved_model(
             weights = consolidated_weights(*checkpoint, ema=ema)
         transform = ImageTransform(card.config.vision_cfg.image_size, **card.pixel_settings)
         chosen = choose_tokenizer(tokenizer, card, card.config)
+        chosen.embeddings(card.config)
         model = assigned_model(card.config, weights)
-        if chosen.owner is None and chosen.tokenizer.vocab_size > model.vocab_size:
-            raise ConfigError(
-                f"--tokenizer {chosen.name} has {chosen.tokenizer.vocab_size} ids, and the text tower has "
-                f"{model.vocab_size} embeddings; leave out --tokenizer, or give the tokenizer that the model was "
-                "trained with"
-            )
     return SavedModel(model, transform, chosen.tokenizer, None if checkpoint is None else checkpoint[1])
 
 

@@ -41,10 +41,12 @@ class TokenizerChoice:
             ConfigError: the tokenizer has more ids than the text tower can have embeddings, or the tower takes the
                 feature at the end-of-text token, and captions do not end with that token.
         """
-        self._check_vocabulary(config)
         tokenizer, text = self.tokenizer, config.text_cfg
+        rows = self.embeddings(config)
         with tempfile.TemporaryDirectory() as folder:
             settings = tokenizer.write_open_clip(folder)
+        if _hugging_face_model(config) is None:
+            settings["vocab_size"] = rows
         if isinstance(tokenizer, HuggingFaceTokenizer):
             described = text.hf_tokenizer_name
             # with a name here open_clip reads the files beside the card
@@ -54,24 +56,31 @@ class TokenizerChoice:
             settings["eos_id"] = tokenizer.eos_id
         return config.replace(text_cfg=settings)
 
-    def _check_vocabulary(self, config: ModelDescription) -> None:
+    def embeddings(self, config: ModelDescription) -> int:
+        """Return the number of embeddings of the text tower, as the description that names the tokenizer states it.
+
+        A description without `text_cfg.vocab_size` has as many as the tokenizer has ids.
+
+        Raises:
+            ConfigError: the tokenizer has more ids, or the tower is a Hugging Face model and requires its own one.
+        """
         tokenizer, hugging_face = self.tokenizer, _hugging_face_model(config)
+        text, setting = (self.owner or config).text_cfg, "text_cfg.vocab_size"
+        rows = text.vocab_size if "vocab_size" in text.model_fields_set else tokenizer.vocab_size
         if hugging_face is not None:
-            kind, rows = "text_cfg.hf_model_name", int(configuration(hugging_face).vocab_size)
+            setting, rows = "text_cfg.hf_model_name", int(configuration(hugging_face).vocab_size)
             if not isinstance(tokenizer, HuggingFaceTokenizer):
                 raise ConfigError(
-                    f"--tokenizer {self.name} is not the tokenizer of {kind} {hugging_face!r}; give a directory with "
-                    "the files of that model's tokenizer"
+                    f"--tokenizer {self.name} is not the tokenizer of {setting} {hugging_face!r}; give a directory "
+                    "with the files of that model's tokenizer"
                 )
-        elif isinstance(tokenizer, HuggingFaceTokenizer):
-            kind, rows = "text_cfg.vocab_size", config.text_cfg.vocab_size
-        else:
-            return  # the text tower gets as many embeddings as the tokenizer has ids
         if tokenizer.vocab_size > rows:
             raise ConfigError(
-                f"--tokenizer {self.name} has {tokenizer.vocab_size} ids, and the text tower has {rows} embeddings "
-                f"({kind}); use the tokenizer of the model, or set text_cfg.vocab_size in a copy of the model's JSON"
+                f"tokenizer {self.name} has {tokenizer.vocab_size} ids, and the text tower has {rows} embeddings "
+                f"({setting}); give the tokenizer of the model as --tokenizer, or, to train from random weights, set "
+                "text_cfg.vocab_size in a copy of the model's JSON"
             )
+        return rows
 
     def _pool_settings(self, tokenizer: HuggingFaceTokenizer, config: ModelDescription) -> dict[str, Any]:
         """Return the settings of `text_cfg` with which the text tower takes the feature at the tokenizer's end of text.

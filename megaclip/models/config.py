@@ -90,7 +90,7 @@ class DescribedText(_Section):
     context_length: int = Field(77, gt=0, le=_MAX_TOKENS)
     """Number of tokens per caption, after truncation and padding."""
     vocab_size: int = Field(49408, gt=0, le=_MAX_VOCABULARY)
-    """Number of token ids. Hugging Face models have their own, `DualEncoder.vocab_size`."""
+    """Number of embeddings, at least one per token id. Hugging Face models have their own, `DualEncoder.vocab_size`."""
     hf_tokenizer_name: str | None = None
     """Hugging Face name or path of the tokenizer; None: CLIP's own tokenizer."""
     tokenizer_mode: str | None = None

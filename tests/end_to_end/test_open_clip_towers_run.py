@@ -22,9 +22,10 @@ STEPS, CHUNKS = 3, 2
 def write_model(folder: Path, sentencepiece: Path) -> dict[str, Path]:
     """Write a model JSON, the text model's configuration and its tokenizer. Return the flags that name them."""
     tokenizer, text, description = (folder / name for name in ("tokenizer", "roberta", "model.json"))
-    settings = SentencePieceTokenizer(sentencepiece, 16).write_open_clip(tokenizer)
+    words = SentencePieceTokenizer(sentencepiece, 16)
+    words.write_open_clip(tokenizer)
     text.mkdir()
-    sizes = {"vocab_size": settings["vocab_size"], "max_position_embeddings": 32, "pad_token_id": settings["pad_id"]}
+    sizes = {"vocab_size": words.vocab_size, "max_position_embeddings": 32, "pad_token_id": words.pad_id}
     (text / "config.json").write_text(json.dumps(HUGGING_FACE["roberta"] | sizes))
     model = {
         "embed_dim": 16,

@@ -108,7 +108,7 @@ def test_verification_passes_with_a_sentencepiece_tokenizer(tmp_path, config):
     tokenizer = train_sentencepiece(captions * 5, tmp_path / "tokenizer.model", vocab_size=60)
     additions = tokenizer.write_open_clip(tmp_path / "out")
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"), config.text_cfg.context_length)
-    additions["context_length"] = config.text_cfg.context_length
+    additions |= {"context_length": config.text_cfg.context_length, "vocab_size": tokenizer.vocab_size}
     small = build_model(config.replace(text_cfg=additions)).eval()
     write_model_card(tmp_path / "out", small.config, OPENAI_PREPROCESS, [tmp_path / "tokenizer.model"])
     write_weights(tmp_path / "out", small.state_dict(), small.config)

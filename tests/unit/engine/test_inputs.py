@@ -91,7 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     exported.mkdir()
     tokenizer = train_sentencepiece(CAPTIONS, exported / "tokenizer.model", vocab_size=40)
     config = load_model_config("demo-tiny").replace(text_cfg=tokenizer.write_open_clip(exported))
-    config = config.replace(text_cfg={"context_length": 24}, quick_gelu=True)
+    config = config.replace(text_cfg={"context_length": 24, "vocab_size": tokenizer.vocab_size + 8}, quick_gelu=True)
     write_model_card(exported, config, PIXELS)
     write_weights(exported, build_model(config).state_dict(), config)
     write_shards(folder / "data", [4])
@@ -197,7 +197,9 @@ def test_a_directory_whose_weights_are_not_loaded_gives_a_warning(
     assert "random ones" not in warnings.text
 
 
-def test_flags_override_the_card_with_a_warning(folder: Path, warnings: pytest.LogCaptureFixture) -> None:
+def test_flags_override_the_card_with_a_warning(
+    folder: Path, tmp_path: Path, warnings: pytest.LogCaptureFixture
+) -> None:
     exported = folder / "exported"
     flags = [
         "--image-mean",
@@ -211,12 +213,14 @@ def test_flags_override_the_card_with_a_warning(folder: Path, warnings: pytest.L
         "--image-resize-mode",
         "shortest",
     ]
-    inputs = read(folder, "--model", exported, "--pretrained", exported, *flags, "--tokenizer", "clip")
+    (other,) = train_sentencepiece(CAPTIONS[:2] * 9, tmp_path / "other.model", vocab_size=25).files
+    inputs = read(folder, "--model", exported, "--pretrained", exported, *flags, "--tokenizer", other)
     assert inputs.preprocess_cfg == {**PIXELS, "mean": [0.1, 0.2, 0.3], "resize_mode": "shortest"}
     text = inputs.model_config.text_cfg
-    assert (text.hf_tokenizer_name, text.vocab_size, text.eos_id) == (None, 49408, 49407)
+    assert inputs.tokenizer.files == (other,)
+    assert text.vocab_size == load_model_config(exported).text_cfg.vocab_size > inputs.tokenizer.vocab_size
     assert [line.split(":")[0] for line in warnings.messages] == [
-        f"--tokenizer clip is not the tokenizer of the model in {exported}, {exported / 'tokenizer.model'}",
+        f"--tokenizer {other} is not the tokenizer of the model in {exported}, {exported / 'tokenizer.model'}",
         "--image-mean (0.1, 0.2, 0.3)",
         "--image-resize-mode shortest",
     ]

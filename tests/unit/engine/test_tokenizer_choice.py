@@ -164,6 +164,32 @@ def test_a_given_tokenizer_replaces_a_sentencepiece_model(directory: str) -> Non
     assert text.hf_tokenizer_name == "hugging face"  # the old name would require its .model file
 
 
+@pytest.mark.parametrize("towers", ["own", "open_clip"])
+@pytest.mark.parametrize("kind", ["clip", "sentencepiece", "hugging face"])
+def test_the_text_tower_has_the_embeddings_of_the_description(
+    directory: str, tmp_path: Path, kind: str, towers: str
+) -> None:
+    """A padded table stays as it is, without and with a model card, and is exported. A smaller one is refused."""
+    (path,) = train_sentencepiece(SHOUTED * 9, tmp_path / "own.model", vocab_size=40).files
+    given = {"clip": "clip", "sentencepiece": str(path), "hugging face": directory}[kind]
+    ids = choose_tokenizer(given, None, described()).tokenizer.vocab_size
+    padded = described(towers, vocab_size=ids + 24)
+    chosen = choose_tokenizer(given, None, padded)
+    config = chosen.fit(padded)
+    assert build_model(config).vocab_size == config.text_cfg.vocab_size == ids + 24
+    chosen.tokenizer.write_open_clip(tmp_path / "out")
+    write_model_card(tmp_path / "out", config, OPENAI_PREPROCESS, chosen.tokenizer.files)
+    card = read_model_card(tmp_path / "out")
+    assert choose_tokenizer(None, card, described(towers)).fit(described(towers)).text_cfg.vocab_size == ids + 24
+    small = described(towers, vocab_size=ids - 1)
+    message = rf"has {ids} ids, and the text tower has {ids - 1} embeddings \(text_cfg\.vocab_size\); give the token"
+    with pytest.raises(ConfigError, match=message):
+        fitted(given, small)
+    without = padded.to_open_clip()
+    del without["text_cfg"]["vocab_size"]
+    assert fitted(given, describe(without, "model", "auto")).text_cfg.vocab_size == ids
+
+
 CANONICAL = {"clean": "canonicalize"}
 SHOUTED = ["Two DOGS, playing in the snow!"]
 
@@ -183,7 +209,8 @@ def test_options_of_another_tokenizer_are_not_exported(
     tmp_path: Path, kind: str, options: dict[str, Any], towers: str
 ) -> None:
     """SigLIP and CLIPA specify such options for their own tokenizers."""
-    config = described(towers, hf_tokenizer_name="its/own", tokenizer_kwargs=options, tokenizer_mode="clips")
+    settings = {"vocab_size": 49408, "tokenizer_kwargs": options, "tokenizer_mode": "clips"}
+    config = described(towers, hf_tokenizer_name="its/own", **settings)
     (path,) = train_sentencepiece(SHOUTED * 9, tmp_path / "own.model", vocab_size=40).files
     chosen = choose_tokenizer("clip" if kind == "clip" else str(path), None, config)
     config = chosen.fit(config)

@@ -1,6 +1,7 @@
 """Settings of the losses: every name, default and bound comes from `megaclip.losses.settings`."""
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -53,6 +54,17 @@ def test_every_setting_of_the_section_reaches_the_loss() -> None:
     expected = {**common, **own, "variant": "fastclip_v3", "samples": 9, "precision": "auto"}
     assert loss.settings.model_dump() == expected
     assert (loss.tiles.implementation, loss.tiles.tile_budget_mib) == ("torch", 7.5)
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4), (0, 0)])
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_refuses_features_without_channels_or_rows(name: str, shape: tuple[int, int]) -> None:
+    is_global = name not in ("clip", "siglip")
+    loss = LOSSES[name](**({"samples": 4} if is_global else {}))
+    further: dict[str, Any] = {"ids": torch.arange(shape[0]), "epoch": 0.0} if is_global else {}
+    message = re.escape(f"image_features and text_features have shapes {shape} and {shape} on rank 0; expected one")
+    with pytest.raises(ValueError, match=message):
+        loss(torch.ones(shape), torch.ones(shape), torch.tensor(10.0), **further)
 
 
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
