@@ -72,7 +72,8 @@ def load_saved_model(
             weights = consolidated_weights(*checkpoint, ema=ema)
         transform = ImageTransform(card.config.vision_cfg.image_size, **card.pixel_settings)
         chosen = choose_tokenizer(tokenizer, card, card.config)
-        chosen.embeddings(card.config)
+        if chosen.owner is None:
+            chosen.embeddings(card.config)  # refuses a tokenizer with more ids
         model = assigned_model(card.config, weights)
     return SavedModel(model, transform, chosen.tokenizer, None if checkpoint is None else checkpoint[1])
 
