@@ -33,16 +33,11 @@ __all__ = [
     "parse_arguments",
 ]
 
-_MODULES = {
-    "command_line": ("TrainArguments", "parse_arguments"),
-    "section": ("MegaclipSection",),
-    "training": ("BatchLayout", "TrainingConfig", "load_training_config"),
-}
-
 
 def __getattr__(name: str) -> Any:
     """Import a public name at its first use: the help of a command does not need PyTorch, which takes seconds."""
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"megaclip.config.{module}"), name)
+    for module in ("command_line", "section", "training") if name in __all__ else ():
+        content = vars(importlib.import_module(f"megaclip.config.{module}"))
+        if name in content:
+            return content[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from megaclip.data.batch import PADDING_ID, BadSample
 from megaclip.data.images import ImageTransform
 from megaclip.data.reading import ReadableSet, decode_image
-from megaclip.evaluation.examples import RetrievalExamples
+from megaclip.evaluation.retrieval import RetrievalExamples
 from megaclip.logging import get_logger, log_once
 
 _logger = get_logger(__name__)

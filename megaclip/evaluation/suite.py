@@ -16,8 +16,7 @@ from megaclip.data.batch import PADDING_ID
 from megaclip.errors import DataError
 from megaclip.evaluation.encoder import Encode, in_step
 from megaclip.evaluation.equal_images import first_equal_image
-from megaclip.evaluation.examples import RetrievalExamples, retrieval_examples, spread
-from megaclip.evaluation.retrieval import retrieval
+from megaclip.evaluation.retrieval import RetrievalExamples, retrieval, retrieval_examples, spread
 from megaclip.evaluation.zero_shot import zero_shot
 from megaclip.logging import get_logger, log_once
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from megaclip.evaluation.examples import RetrievalExamples, retrieval_examples, spread
 from megaclip.evaluation.pictures import example_pictures, retrieval_grid, similarity_heatmap
+from megaclip.evaluation.retrieval import RetrievalExamples, retrieval_examples, spread
 from tests.evaluation_oracle import unit_features
 from tests.tolerances import SIMILARITY, assert_close
 
