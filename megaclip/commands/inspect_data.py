@@ -118,7 +118,7 @@ def write_list(accounts: list[Account], bad: dict[str, list[str]], path: Path) -
     for account in accounts:
         for reason, (count, _, names) in account.left_out.items():
             lines += [f"{reason}\t{name}" for name in names]
-            lines += [f"{reason}\tand {count - len(names):,} more"] * (count > len(names))
+            lines += [f"{reason}\t{count - len(names):,} more names"] * (count > len(names))
     with writing(path):
         path.write_text("".join(f"{line}\n" for line in lines), errors="surrogateescape")
 

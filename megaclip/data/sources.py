@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megaclip.data.batch import RawSample
-from megaclip.data.captions import CaptionKeys
+from megaclip.data.captions import JSON, TEXT_EXTENSIONS, CaptionKeys
 from megaclip.data.image_folder import ImageFolder, walk_folder
 from megaclip.data.images import IMAGE_EXTENSIONS, is_image_name
 from megaclip.data.order import MixtureOrder, SampleOrder, block_quotas, mixture_batches
@@ -303,8 +303,10 @@ def _open_source(spec: str, options: ReadingOptions) -> Source:
             source = TarShards(files or paths, image_extensions=extensions, caption_keys=keys)
         else:
             source = ImageFolder(paths[0], image_extensions=extensions, caption_keys=keys)
+    captioned = {stem for stem, end in map(os.path.splitext, beside) if end[1:].lower() in (*TEXT_EXTENSIONS, JSON)}
     for path in source.account.see(beside):
-        source.account.leave_out(BESIDE, path, lost=is_image_name(path))
+        lost = is_image_name(path) and os.path.splitext(path)[0] in captioned
+        source.account.leave_out(BESIDE, path, lost=lost)
     return source
 
 

@@ -94,7 +94,14 @@ def walk_shard(
     wanted = {*image_extensions, *caption_extensions}
     others: dict[str, tuple[int, int]] = {}
     links: list[tuple[bytes, bytes, str]] = []
-    account, damage = Account("members"), ""
+    account, damage, lost_stems = Account("members"), "", set[bytes]()
+
+    def is_first(stem: bytes) -> bool:
+        """Return True once per stem: several images of one possible sample count once."""
+        known = stem in lost_stems
+        lost_stems.add(stem)
+        return not known
+
     with _opened(path) as (read, end):
         try:
             for name, offset, size in account.see(_members(read, end)):
@@ -123,7 +130,7 @@ def walk_shard(
                         any(stem + end in members for end in ends) for ends in (image_extensions, caption_extensions)
                     )
                     could_be = is_pair or not has_image
-                    lost = could_be and last in image_extensions
+                    lost = could_be and last in image_extensions and is_first(name.removesuffix(last.encode()))
                     account.leave_out(DOTTED if could_be else OTHER, _shown(name), lost=lost)
                 elif has_image or not by_content:
                     account.leave_out(OTHER, _shown(name))
@@ -133,9 +140,11 @@ def walk_shard(
                 else:
                     is_sample = key in samples  # its missing image makes it a bad sample
                     reason = OTHER if kind == "no image" else UNREADABLE
-                    account.leave_out(reason, _shown(name), lost=reason == UNREADABLE and not is_sample)
+                    lost = reason == UNREADABLE and not is_sample and is_first(key)
+                    account.leave_out(reason, _shown(name), lost=lost)
     for name, key, extension in links:  # beside a caption, the missing image makes a bad sample
-        account.leave_out(LINK, _shown(name), lost=extension in image_extensions and key not in samples)
+        lost = extension in image_extensions and key not in samples and is_first(key)
+        account.leave_out(LINK, _shown(name), lost=lost)
     rows, images, captions = [], Counter[str](), Counter[str]()
     absent = (0, MISSING)
     for key, members in samples.items():

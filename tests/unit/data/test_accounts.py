@@ -141,6 +141,9 @@ def test_the_sum_over_the_files_of_a_folder(files):
         ({"b.jpg": "jpeg", "b.txt": "text", "b.1.jpg": "jpeg", "b.1.txt": "text"}, 1, 1, "a dot before"),
         ({"b.jpg": "jpeg", "b.txt": "text", "b.seg.png": "jpeg"}, 1, 0, "neither an image"),
         ({"a.orig": "jpeg", "a.txt": "text"}, 1, 0, ""),
+        # two images of one possible sample
+        ({"a.jpg": "jpeg", "a.txt": "text", "b.1.jpg": "jpeg", "b.1.png": "jpeg", "b.1.txt": "text"}, 1, 1, "a dot b"),
+        ({"a.jpg": "jpeg", "a.txt": "text", "b.heic": "heic", "b.heif": "heic"}, 1, 1, "cannot read, such as HEIC"),
         # a bad sample without an image
         ({"a.heic": "heic", "a.txt": "text", "b.jpg": "jpeg", "b.txt": "text"}, 2, 0, "cannot read, such as HEIC"),
         ({"a.avif": "avif", "a.txt": "text"}, 1, 0, ""),
@@ -183,18 +186,19 @@ def test_too_many_possible_samples_that_are_left_out_are_an_error(tmp_path, kind
     assert len(open_them(max_bad_fraction=0.2)) == 24
 
 
-@pytest.mark.parametrize(("kind", "lost"), [("tar", 2), ("csv", 0)])
-def test_files_of_another_type_beside_the_data_are_counted(tmp_path, kind, lost):
-    """Pictures beside shards could be samples. Pictures beside a table are its own."""
+@pytest.mark.parametrize(("kind", "counts"), [("tar", (6, 2, 1)), ("csv", (4, 2, 0))])
+def test_files_of_another_type_beside_the_data_are_counted(tmp_path, kind, counts):
+    """A picture with a caption beside shards is a possible sample. Pictures beside a table are its own."""
     for name in ("0.jpg", "1.jpg"):
         (tmp_path / name).write_bytes(CONTENTS["jpeg"])
-    (tmp_path / "notes.md").write_text("crawled in spring")
+    for name in ("notes.md", "1.txt"):
+        (tmp_path / name).write_text("crawled in spring")
     if kind == "tar":
         write_members(tmp_path / "0.tar", {"a.jpg": "jpeg", "a.txt": "text"}, [], [])
     else:
         (tmp_path / "0.csv").write_text("image,text\n0.jpg,a\n1.jpg,b\n")
     (account,) = open_pairs([str(tmp_path)], max_bad_fraction=1.0).accounts
-    assert (account.seen, account.in_samples, account.lost) == (3 + lost, 2, lost)
+    assert (account.seen, account.in_samples, account.lost) == counts
 
 
 CELLS = st.sampled_from(
