@@ -7,7 +7,6 @@ from megaclip.data.batch import PADDING_ID, Batch, EvaluationBatch, LabelledBatc
 from megaclip.data.images import OPENAI_MEAN, OPENAI_STD, ImageTransform, image_decoder, normalised_pixels
 from megaclip.data.labelled import LabelledDataset, open_labelled
 from megaclip.data.loader import EvaluationLoader, TrainLoader, check_batch
-from megaclip.data.shared_memory import free_pages
 from megaclip.data.sources import DATASET_TYPES, PairDataset, check_manifest, open_pairs
 from megaclip.data.tokenizers import Tokenizer, load_tokenizer
 
@@ -29,7 +28,6 @@ __all__ = [
     "TrainLoader",
     "check_batch",
     "check_manifest",
-    "free_pages",
     "image_decoder",
     "load_tokenizer",
     "normalised_pixels",

@@ -65,7 +65,7 @@ def digest(content: bytes) -> int:
 
 class _Tensors:
     def pin_memory(self):
-        """Return a copy in page-locked memory. torch's DataLoader calls this."""
+        """Return a copy in page-locked memory."""
         return type(self)(**{name: tensor.pin_memory() for name, tensor in vars(self).items()})
 
     def share_memory_(self):

@@ -3,8 +3,9 @@
 `TrainLoader` never ends: it yields this rank's micro-batches, epoch after epoch. Its only state is `samples_consumed`,
 which grows by the global batch with every step. Step s takes the positions s*B..(s+1)*B-1 of the dataset's order
 (order.py), and rank r takes every W-th of them. For one seed and one global batch the samples of a step therefore do
-not depend on the number of ranks, workers and micro-batches. A work item is a pair of integers. The worker process
-(workers.py) turns it into ids, and the ids into tensors (reading.py).
+not depend on the number of ranks, workers and micro-batches. The worker processes (workers.py) share the rows of every
+micro-batch, so that it arrives W times as soon as from one worker, and parts arrive evenly. A work item is a step, a
+micro-batch and a range of its rows. The worker turns it into ids, and the ids into tensors (reading.py).
 
 `EvaluationLoader` yields every sample of a dataset once per iteration, in the same number of batches on every rank.
 """
@@ -18,12 +19,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megaclip.data.batch import PADDING_ID, EvaluationBatch, LabelledBatch, TrainBatch
 from megaclip.data.images import ImageTransform, image_decoder
 from megaclip.data.order import MixtureOrder, SampleOrder, rank_positions
 from megaclip.data.reading import INSPECT_ADVICE, BadSampleLog, EvaluationReader, Loaded, ReadableSet, TrainReader
 from megaclip.data.shard_cache import ShardCache
+from megaclip.data.shared_memory import free_pages
 from megaclip.data.source import DEFAULT_MAX_BAD_FRACTION
 from megaclip.data.sources import PairDataset
 from megaclip.data.tokenizers import Tokenizer
@@ -32,6 +35,17 @@ from megaclip.errors import DataError
 from megaclip.logging import get_logger, log_once
 
 _logger = get_logger(__name__)
+
+SMALLEST_PART = 32
+"""Number of rows of a micro-batch below which it is not divided among more workers. Passing on a part takes as long as
+decoding one image."""
+
+
+def parts_of(rows: int, workers: int) -> list[slice]:
+    """Return the parts in which so many workers read a micro-batch of so many rows; one part without workers."""
+    count = max(1, min(workers, -(-rows // SMALLEST_PART)))
+    edges = [rows * part // count for part in range(count + 1)]
+    return [slice(*pair) for pair in itertools.pairwise(edges)]
 
 
 class TrainLoader:
@@ -48,7 +62,7 @@ class TrainLoader:
     shard_cache, shard_cache_bytes: folder where the ranks of a host keep remote shards, and its limit, as for
     `shard_cache.ShardCache`. Default: every sample is read by its range of bytes.
     pin_memory: yield batches in page-locked memory, for a trainer that copies them to its GPU itself (such as
-    tools/bench_methods.py). `megaclip.engine` copies them into its own memory instead.
+    tools/bench_methods.py). `megaclip.engine` calls `read_into` instead.
     """
 
     def __init__(
@@ -78,6 +92,9 @@ class TrainLoader:
         self.readings_per_step = 2 * micro_batches_per_step - reread_from
         """Number of micro-batches that a step yields, including those that are read again."""
         self._micro_batch_size = micro_batch_size
+        self._image_shape = (3, transform.size, transform.size)
+        self._parts = parts_of(micro_batch_size, num_workers)
+        self._pin_memory = pin_memory
         self._rank, self._world_size = rank, world_size
         self._taken = 0
         self._has_told = dataset.id_key == "image"  # equal images are then known to the loss
@@ -95,9 +112,8 @@ class TrainLoader:
                 self._cache = ShardCache(shard_cache, shard_cache_bytes, shards, order.shards_from, start)
         self._batches = map_in_workers(
             functools.partial(_load_train, order, reader, micro_batch_size, rank, world_size),
-            _schedule(samples_consumed, self.samples_per_step, micro_batches_per_step, reread_from),
+            _schedule(samples_consumed, self.samples_per_step, micro_batches_per_step, reread_from, self._parts),
             num_workers=num_workers,
-            pin_memory=pin_memory,
             describe_row=functools.partial(_describe_row, dataset),
         )
 
@@ -110,26 +126,43 @@ class TrainLoader:
         return self
 
     def __next__(self) -> TrainBatch:
-        loaded = next(self._batches)
-        if loaded.repeated_images and not self._has_told:
-            self._has_told = True
-            _logger.warning(
-                "%d images of a micro-batch of %d are equal to others of it: each is a negative of its own caption. "
-                "Give an image a list of captions, or set --id-key image and megaclip.same_ids (`megaclip show data`)",
-                loaded.repeated_images,
-                self._micro_batch_size,
-            )
-        if self._taken < self.micro_batches_per_step:  # the second reading finds the same bad samples
-            self._log.add(loaded.bad_samples, loaded.reads)
-        if loaded.fatal:
-            raise DataError(loaded.fatal)
+        batch = self.read_into(torch.empty(self._micro_batch_size, *self._image_shape, dtype=torch.uint8))
+        return batch.pin_memory() if self._pin_memory else batch
+
+    def read_into(self, images: Tensor) -> TrainBatch:
+        """Return the next micro-batch, with its pixels in `images` (b, 3, H, W) uint8."""
+        read, tokens, pair_ids = set[tuple[int, int]](), list[Tensor](), list[Tensor]()
+        for rows in self._parts:
+            part = next(self._batches)
+            if self._taken < self.micro_batches_per_step:  # the second reading finds the same bad samples
+                self._log.add(part.bad_samples, part.reads)
+            if part.fatal:
+                raise DataError(part.fatal)
+            images[rows].copy_(part.batch.images)
+            free_pages(part.batch.images)  # so that deleting them does not delay the training thread
+            tokens.append(part.batch.tokens)
+            pair_ids.append(part.batch.pair_ids)
+            read |= part.images
+        self._warn_of_equal_images(read)
         self._taken += 1
         if self._taken == self.readings_per_step:
             self._taken = 0
             self.samples_consumed += self.samples_per_step
             if self._cache is not None:
                 self._cache.advance(self._needed_from())
-        return loaded.batch
+        return TrainBatch(images, torch.cat(tokens), torch.cat(pair_ids))
+
+    def _warn_of_equal_images(self, read: set[tuple[int, int]]) -> None:
+        # A row that is in the batch twice, as a substitute or at the end of an epoch, is no equal image.
+        repeated = len(read) - len({digest for digest, _ in read})
+        if repeated and not self._has_told:
+            self._has_told = True
+            _logger.warning(
+                "%d images of a micro-batch of %d are equal to others of it: each is a negative of its own caption. "
+                "Give an image a list of captions, or set --id-key image and megaclip.same_ids (`megaclip show data`)",
+                repeated,
+                self._micro_batch_size,
+            )
 
     def _needed_from(self) -> int:
         """Return the first position that a rank of this host may still read. No rank is two steps behind another."""
@@ -177,13 +210,13 @@ def check_batch(contrastive_batch: int, order: SampleOrder | MixtureOrder) -> No
 
 
 def _schedule(
-    samples_consumed: int, step_size: int, micro_batches_per_step: int, reread_from: int
-) -> Iterator[tuple[int, int]]:
-    """Yield work items without end: (position where the step begins, number of the micro-batch in the step)."""
+    samples_consumed: int, step_size: int, micro_batches_per_step: int, reread_from: int, parts: list[slice]
+) -> Iterator[tuple[int, int, slice]]:
+    """Yield work items without end: (position where the step begins, number of the micro-batch in the step, rows)."""
     for start in itertools.count(samples_consumed, step_size):
         for first in (0, reread_from):
             for micro_batch in range(first, micro_batches_per_step):
-                yield start, micro_batch
+                yield from ((start, micro_batch, rows) for rows in parts)
 
 
 def _load_train(
@@ -192,9 +225,10 @@ def _load_train(
     micro_batch_size: int,
     rank: int,
     world_size: int,
-    item: tuple[int, int],
+    item: tuple[int, int, slice],
 ) -> Loaded:
-    return reader.read(*order.visit(rank_positions(*item, micro_batch_size, rank, world_size)))
+    start, micro_batch, rows = item
+    return reader.read(*order.visit(rank_positions(start, micro_batch, micro_batch_size, rank, world_size)[rows]))
 
 
 class EvaluationLoader:

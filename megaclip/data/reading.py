@@ -74,12 +74,8 @@ class Loaded:
     """Number of samples that were read for the batch, bad ones and substitutes included."""
     fatal: str = ""
     """Reason why there is no batch."""
-    repeated_images: int = 0
-    """Number of images of a training batch that are equal to an earlier one of it, of another row."""
-
-    def pin_memory(self) -> Loaded:
-        """Return a copy in page-locked memory. torch's DataLoader calls this."""
-        return dataclasses.replace(self, batch=self.batch.pin_memory() if self.batch else None)
+    images: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    """Digest and row in the dataset of each image of a training batch."""
 
     def share_memory_(self) -> Loaded:
         """Move the batch to shared memory. `map_in_workers` calls this in the worker process."""
@@ -89,7 +85,7 @@ class Loaded:
 
 
 class TrainReader:
-    """Read batches of image-text pairs with substitutes for bad samples."""
+    """Read parts of batches of image-text pairs with substitutes for bad samples."""
 
     def __init__(self, dataset: PairDataset, transform: ImageTransform, tokenizer: Tokenizer, seed: int) -> None:
         self._dataset = dataset
@@ -98,10 +94,11 @@ class TrainReader:
         self._seed = seed
 
     def read(self, ids: np.ndarray, epochs: np.ndarray) -> Loaded:
-        """Return the batch of `ids` (b,). Each sample is augmented by (seed, its epoch, its id)."""
-        images, captions, bad_samples = list[torch.Tensor](), list[str](), list[BadSampleReport]()
-        digests, pair_ids = set[tuple[int, int]](), list[int]()
-        for sample_id, epoch in zip(ids.tolist(), epochs.tolist(), strict=True):
+        """Return the pairs of `ids` (b,). Each sample is augmented by (seed, its epoch, its id)."""
+        images = torch.empty(len(ids), 3, self._transform.size, self._transform.size, dtype=torch.uint8)
+        captions, pair_ids, bad_samples = list[str](), list[int](), list[BadSampleReport]()
+        digests = set[tuple[int, int]]()
+        for row, (sample_id, epoch) in enumerate(zip(ids.tolist(), epochs.tolist(), strict=True)):
             try:
                 pair = self._read_or_substitute(sample_id, epoch, bad_samples)
             except Exception as error:  # a source may raise any exception; the run saves and ends with it
@@ -111,19 +108,17 @@ class TrainReader:
                 return Loaded(
                     None,
                     bad_samples,
-                    len(images) + len(bad_samples),
+                    row + len(bad_samples),
                     f"sample {sample_id} of {last.shard} and {SUBSTITUTE_TRIES} substitutes for it are bad, last "
                     f"{last.kind} ({last.detail}); a larger --max-bad-fraction does not help: check the data with "
                     "`megaclip inspect`",
                 )
-            images.append(pair[0])
+            images[row] = pair[0]
             captions.append(pair[1])
             digests.add(pair[2])
             pair_ids.append(pair[3])
-        batch = TrainBatch(torch.stack(images), self._tokenizer(captions), torch.tensor(pair_ids))
-        # A row that is in the batch twice, as a substitute or at the end of an epoch, is no equal image.
-        repeated = len(digests) - len({digest for digest, _ in digests})
-        return Loaded(batch, bad_samples, len(images) + len(bad_samples), repeated_images=repeated)
+        batch = TrainBatch(images, self._tokenizer(captions), torch.tensor(pair_ids))
+        return Loaded(batch, bad_samples, len(ids) + len(bad_samples), images=digests)
 
     def _read_or_substitute(
         self, sample_id: int, epoch: int, bad_samples: list[BadSampleReport]
@@ -137,7 +132,9 @@ class TrainReader:
                 check_caption(raw)
                 image = decode_image(self._transform, raw, (self._seed, epoch, sample_id))
                 caption = _one_caption(raw, epoch + sample_id)
-                return image, caption, (hash(raw.image), candidate), _pair_id(raw, caption, self._dataset.id_key)
+                # A part of the bytes identifies a file, and a digest of all of them would take longer than the crop.
+                image_id = digest(raw.image[:: 1 + len(raw.image) // 4096])
+                return image, caption, (image_id, candidate), _pair_id(raw, caption, self._dataset.id_key)
             except BadSample as bad:
                 # Substitutes are drawn uniformly, so counting the bad ones does not bias the rate.
                 bad_samples.append(BadSampleReport(bad.kind, bad.detail, self._dataset.shard_name(candidate)))

@@ -101,7 +101,6 @@ def map_in_workers(
     items: Iterable[Any],
     *,
     num_workers: int,
-    pin_memory: bool = False,
     describe_row: Callable[[int], str] = str,
 ) -> WorkerResults:
     """Return an iterator over `function(item)` for each item, in order.
@@ -130,7 +129,6 @@ def map_in_workers(
             num_workers=num_workers,
             collate_fn=_identity,
             worker_init_fn=functools.partial(_start_worker, rows),
-            pin_memory=pin_memory,
             generator=torch.Generator(),  # without it torch draws from the global one, which changes the training run
             **parallel,
         )

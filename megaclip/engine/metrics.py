@@ -8,6 +8,7 @@ ds_config.json enables them.
 
 import logging as standard_logging
 import math
+import os
 import resource
 import sys
 import threading
@@ -25,6 +26,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from megaclip.data import image_decoder
 from megaclip.errors import first_line
 from megaclip.logging import get_logger
 
@@ -36,6 +38,10 @@ LONGEST_LOG_INTERVAL_S = 60.0
 """A step that ends this many seconds after the last logged step is logged too."""
 _TIMED_STEPS = 50
 """Number of recent steps from whose mean duration the samples per second and the remaining time are calculated."""
+_WAITED_STEPS = 10
+"""Number of steps, after the first, before a run counts as bound by its data."""
+_WAITED_SHARE = 0.1
+"""Share of the recent steps' time spent waiting for samples above which a run counts as bound by its data."""
 _SPIKE_WINDOW = 100
 """Number of recent losses from which the running level is calculated."""
 _SPIKE_FEWEST = 20
@@ -62,6 +68,8 @@ class StepMetrics:
     """Share of the pairs of the batch whose id another pair has. None: megaclip.same_ids is "ignore"."""
     skipped_steps: int = 0
     """Number of steps since the process started whose update was left out because it was not finite."""
+    data_wait_s: float = 0.0
+    """Seconds of the step in which this rank's towers waited for samples."""
 
 
 def peak_memory_mib() -> float:
@@ -108,6 +116,9 @@ class Metrics:
         self._training_s = 0.0
         self._steps = 0
         self._last_logged_at: float | None = None
+        self._waits: deque[tuple[float, float]] = deque(maxlen=_TIMED_STEPS)
+        """Seconds of waiting for samples and of the whole step, for recent steps."""
+        self._is_bound_by_data = False
         self.bad_samples: dict[str, int] = {}
         """Number of bad samples that all ranks have replaced since the process started, by kind."""
         self.restart_clock()
@@ -141,9 +152,12 @@ class Metrics:
         now = time.monotonic()
         self._training_s += now - self._step_ends[-1]
         self._steps += 1
+        if self._steps > 1:  # the first step waits for the workers to start
+            self._waits.append((metrics.data_wait_s, now - self._step_ends[-1]))
         self._step_ends.append(now)
         if self._curves is None:
             return
+        self._warn_if_bound_by_data()
         recent_s = (now - self._step_ends[0]) / (len(self._step_ends) - 1)
         samples_per_s = self._global_batch / recent_s
         peak_mib = peak_memory_mib()
@@ -154,6 +168,7 @@ class Metrics:
             "lr": f"{metrics.learning_rate:.2e}",
             "grad": f"{metrics.gradient_norm:.2f}",
             **({} if metrics.equal_pairs is None else {"equal": f"{metrics.equal_pairs:.1%}"}),
+            "wait": f"{metrics.data_wait_s:.2f}s",
             "samples/s": f"{samples_per_s:.0f}",
             "MiB": f"{peak_mib:.0f}",
         }
@@ -170,6 +185,21 @@ class Metrics:
             self._curves.write(step, {f"train/{name}": value for name, value in scalars.items() if value is not None})
         if (spike := self._loss_level.spike(step, metrics.loss)) is not None:
             self._curves.write(step, {"train/loss_spike": spike})
+
+    def _warn_if_bound_by_data(self) -> None:
+        waited_s, total_s = (sum(step[part] for step in self._waits) for part in (0, 1))
+        if self._is_bound_by_data or len(self._waits) < _WAITED_STEPS or waited_s <= _WAITED_SHARE * total_s:
+            return
+        self._is_bound_by_data = True
+        logger.warning(
+            "bound by data: the last %d steps waited for samples for %.0f %% of their time; set more --workers (this "
+            "host has %d cores for all its ranks), or use smaller image files or a host with more cores. %s decodes "
+            "the images; `megaclip inspect` measures the samples per second and core",
+            len(self._waits),
+            100 * waited_s / total_s,
+            os.cpu_count(),
+            image_decoder(),
+        )
 
     def record_evaluation(
         self,

@@ -162,6 +162,7 @@ class Trainer:
         learning_rate = self.config.learning_rate * self.schedule(self.step)
         set_learning_rate(self.engine, learning_rate)
         loss, gradient_norm, updated = torch.tensor(math.nan), math.nan, False
+        waited_s = batch.waited_s
         try:
             # The forward passes change the statistics before the step is known to be good.
             with restored(running_statistics(self.engine.module), only_on_failure=True):
@@ -189,6 +190,7 @@ class Trainer:
             text_positions_saved=captions.saved_share,
             skipped_steps=self.skipped_steps.total,
             equal_pairs=equal,
+            data_wait_s=batch.waited_s - waited_s,
         )
 
     def _accumulate(self, batch: StepStore) -> torch.Tensor:

@@ -26,6 +26,7 @@ from megaclip.planner.constants import (
     KEPT_GRAPHS_MARGIN,
     PREFETCHED_BATCHES,
     RECOMPUTE_SHARE,
+    SMALLEST_PART,
 )
 from megaclip.planner.phases import Phases, embedding_bytes, graph_bytes, step_phases, with_evaluation
 from megaclip.planner.places import ImagePlace, embeddings_on_cpu, place_images
@@ -277,11 +278,11 @@ def store_bytes(workload: Workload) -> float:
 
 
 def loader_bytes(workload: Workload) -> float:
-    """Return the bytes of the chunks that one rank's loader processes prepare in shared memory, and of the chunk in
-    use. During an evaluation the prepared training chunks stay in memory."""
+    """Return the bytes of what one rank's loader processes prepare in shared memory: parts of training chunks, and
+    whole chunks of an evaluation. During an evaluation the prepared parts stay in memory."""
     sample = workload.image_bytes + 2 * workload.caption_bytes + 8  # tokens and the sample's number are int64 here
     chunks = workload.workers * PREFETCHED_BATCHES + 1
-    rows = chunks * workload.batch.micro_batch
+    rows = chunks * max(-(-workload.batch.micro_batch // max(1, workload.workers)), SMALLEST_PART)
     if workload.evaluation is not None:
         batch = workload.evaluation.batch
         longest = max(workload.evaluation.pairs, workload.evaluation.labelled)

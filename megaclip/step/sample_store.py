@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from megaclip.comm.collectives import raise_on_all_ranks
-from megaclip.data import TrainLoader, free_pages
+from megaclip.data import TrainLoader
 from megaclip.errors import ConfigError, DataError, MegaclipError, first_line
 from megaclip.logging import format_bytes, get_logger
 from megaclip.models.packing import Pieces
@@ -264,13 +264,12 @@ class StepStore:
         """Read chunk after chunk into the slots as they become free; runs in the background thread."""
         try:
             for number in itertools.count():
-                batch = next(self._loader)
                 with self._changed:
                     while not self._closing and number - self._released >= len(self._slots):
                         self._changed.wait()
                     if self._closing:
                         return
-                self._slots[number % len(self._slots)].copy_(batch.images)
+                batch = self._loader.read_into(self._slots[number % len(self._slots)])
                 step, chunk = divmod(number, self._loader.readings_per_step)
                 if chunk < self._image_chunks:
                     start = chunk * len(batch.tokens)
@@ -278,7 +277,6 @@ class StepStore:
                     self._tokens[step % 2, rows].copy_(batch.tokens)
                     self._pair_ids[step % 2, rows].copy_(batch.pair_ids)
                     self._bad_counts_read[step % 2] = self._loader.bad_counts
-                free_pages(batch.images)  # so that deleting them does not delay the training thread
                 with self._changed:
                     self._filled = number + 1
                     self._changed.notify_all()

@@ -28,11 +28,14 @@ from megaclip.data import (
     open_labelled,
     open_pairs,
 )
+from megaclip.data import loader as loader_module
 from megaclip.data import reading as reading_module
 from megaclip.data.batch import BadSample
+from megaclip.data.loader import SMALLEST_PART, parts_of
 from megaclip.data.reading import TrainReader
 from megaclip.data.workers import WORKER_TIMEOUT_S, map_in_workers
 from megaclip.errors import DataError
+from megaclip.planner import constants
 from tests.unit.data.data_samples import CountingTokenizer, pair_members, picture, write_shards, write_tar
 
 SAMPLES = 60
@@ -102,9 +105,50 @@ def test_an_epoch_has_each_sample_once_though_ranks_and_workers_change(pairs):
     assert sorted(seen) == list(range(SAMPLES))
 
 
-@pytest.mark.parametrize(("world_size", "workers", "micro_batches"), [(1, 2, 1), (3, 0, 2), (2, 1, 3)])
-def test_ids_and_pixels_do_not_depend_on_ranks_workers_and_micro_batches(pairs, world_size, workers, micro_batches):
+@pytest.mark.parametrize("workers", [1, 3, 16])
+@pytest.mark.parametrize("rows", [1, 31, 33, 64, 1000, 4096])
+def test_the_parts_of_a_batch_are_its_rows_and_fit_into_the_plan_of_shared_memory(rows, workers):
+    parts = parts_of(rows, workers)
+    assert [row for part in parts for row in range(rows)[part]] == list(range(rows))
+    largest = max(part.stop - part.start for part in parts)
+    assert len(parts) <= workers and largest <= max(-(-rows // workers), constants.SMALLEST_PART)
+    assert constants.SMALLEST_PART == SMALLEST_PART
+
+
+class Slow:
+    """Dataset that waits 4 ms for each sample, as for a disk."""
+
+    def __init__(self, dataset):
+        self._dataset = dataset
+
+    def __getattr__(self, name):
+        return getattr(self._dataset, name)
+
+    def read(self, sample_id):
+        time.sleep(0.004)
+        return self._dataset.read(sample_id)
+
+
+def test_workers_share_a_batch_so_the_first_one_takes_a_fraction_of_the_time(tmp_path):
+    write_shards(tmp_path, [256])
+    dataset, took = Slow(open_pairs([str(tmp_path)])), {}
+    for workers in (1, 4):
+        loader = TrainLoader(
+            dataset, ImageTransform(8, training=True), CountingTokenizer(), micro_batch_size=256, num_workers=workers
+        )
+        began = time.perf_counter()
+        next(loader)
+        took[workers] = time.perf_counter() - began
+        loader.close()
+    assert took[4] < 0.6 * took[1]
+
+
+@pytest.mark.parametrize(("world_size", "workers", "micro_batches"), [(1, 2, 1), (3, 0, 2), (2, 1, 3), (1, 5, 1)])
+def test_ids_and_pixels_do_not_depend_on_ranks_workers_and_micro_batches(
+    pairs, world_size, workers, micro_batches, monkeypatch
+):
     ids, images, _ = take_steps(pairs, 7)  # these steps reach the second epoch
+    monkeypatch.setattr(loader_module, "SMALLEST_PART", 1)  # so that workers share these small batches
     other_ids, other_images, _ = take_steps(
         pairs, 7, world_size=world_size, num_workers=workers, micro_batches=micro_batches
     )

@@ -1,5 +1,6 @@
 """The reports of a run: which steps are logged, curves when the disk is full, loss spikes and skipped steps."""
 
+import itertools
 import math
 import resource
 from pathlib import Path
@@ -36,6 +37,21 @@ class FullMonitor:
     def write_events(self, events: list[Any]) -> None:
         self.calls += 1
         raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(("wait_s", "expected"), [(0.05, 0), (0.5, 1)])
+def test_a_run_that_waits_for_samples_says_so_once(tmp_path, warnings, monkeypatch, wait_s, expected) -> None:
+    """Steps take one second. The first one waits for the workers to start."""
+    clock = itertools.count()
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: float(next(clock)))
+    settings = {"start_step": 0, "total_steps": 99, "global_batch": 1, "log_every": 9, "monitor": None}
+    with Metrics(tmp_path, first_rank=True, **settings) as report:
+        for step in range(1, 40):
+            report.record_step(step, StepMetrics(1.0, 1.0, 1.0, 1.0, data_wait_s=1.0 if step == 1 else wait_s))
+            assert len(warnings) == (expected if step > 10 else 0)
+    assert all("50 % of their time; set more --workers" in line for line in warnings)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Scalars("train/data_wait_s")[-1].value == pytest.approx(wait_s)
 
 
 def test_a_run_continues_without_curves_when_the_disk_is_full(tmp_path: Path, warnings: list[str], capfd) -> None:
