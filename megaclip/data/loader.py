@@ -37,8 +37,7 @@ from megaclip.logging import get_logger, log_once
 _logger = get_logger(__name__)
 
 SMALLEST_PART = 32
-"""Number of rows of a micro-batch below which it is not divided among more workers. Passing on a part takes as long as
-decoding one image."""
+"""Smallest number of rows that a worker reads for a micro-batch. Each part has a fixed cost of passing it on."""
 
 
 def parts_of(rows: int, workers: int) -> list[slice]:
