@@ -117,22 +117,22 @@ def test_images_that_fit_nowhere_are_refused(start, gpu: str, gpu_memory: str | 
         start(gpu_memory, host_memory="1GiB", disk="100MiB", gpu=gpu)
 
 
-CHUNK = 512 * (3 * 224 * 224 + 8 * 77 + 8)  # pixels, tokens and numbers of ViT-L-14's samples, 74 MiB
+SAMPLE = 3 * 224 * 224 + 8 * 77 + 8  # pixels, tokens and number of a sample of ViT-L-14; a chunk has 512, 74 MiB
 
 
 @pytest.mark.parametrize("gpu", ["h200", "cpu"])
 def test_shared_memory_too_small_for_the_workers_is_refused(start, gpu: str) -> None:
     dockers = {"gpu": gpu, "shared_memory": 64 * 2**20}
-    with pytest.raises(ConfigError, match="up to 369 MiB") as refused:
+    with pytest.raises(ConfigError, match="up to 185 MiB") as refused:
         start("139GiB" if gpu == "h200" else None, "--workers", "2", **dockers)
     assert "docker run --shm-size" in str(refused.value) and "64 MiB are free" in str(refused.value)
     for flags in (("--workers", "0"), ("--no-plan",)):
         start("139GiB" if gpu == "h200" else None, *flags, **dockers)
 
 
-def test_shared_memory_holds_two_chunks_a_worker_one_in_hand_and_the_evaluations(start) -> None:
+def test_shared_memory_holds_two_parts_a_worker_one_in_hand_and_the_evaluations(start) -> None:
     flags = ("--workers", "3", "--eval-batch-size", "512")
-    training, evaluation = 7 * CHUNK, 2 * CHUNK  # 700 pairs are two batches
+    training, evaluation = 7 * 171 * SAMPLE, 2 * 512 * SAMPLE  # three parts of a chunk; 700 pairs are two batches
     start("139GiB", *flags, shared_memory=training)
     start("139GiB", *flags, shared_memory=training + evaluation, validation=700)
     for shared_memory, validation in ((training - 1, 0), (training + evaluation - 1, 700)):
