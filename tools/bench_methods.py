@@ -20,10 +20,11 @@ from torch import Tensor
 
 from megaclip import __version__
 from megaclip.config import TrainArguments, load_training_config
-from megaclip.data import PairDataset, load_tokenizer
+from megaclip.data import PairDataset
 from megaclip.engine.inputs import Inputs, read_inputs
 from megaclip.engine.preflight import check_fit
 from megaclip.engine.run import Run
+from megaclip.engine.tokenizer_choice import choose_tokenizer
 from megaclip.models import load_model_config
 from megaclip.planner.text_chunks import fitted
 
@@ -127,9 +128,8 @@ def case_inputs(case: Case, arguments: TrainArguments) -> Inputs:
     if case.train_data:
         return read_inputs(arguments)
     config, model_config = load_training_config(case.ds_config), load_model_config(case.model)
-    tokenizer = load_tokenizer(arguments.tokenizer or "clip", model_config.text_cfg.context_length)
-    with tempfile.TemporaryDirectory() as folder:
-        model_config = model_config.replace(text_cfg=tokenizer.write_open_clip(folder))
+    chosen = choose_tokenizer(arguments.tokenizer or "clip", None, model_config)
+    tokenizer, model_config = chosen.tokenizer, chosen.fit(model_config)
     transform = SyntheticTransform(model_config.vision_cfg.image_size)
     transform(bytes(8))  # fill the pool before workers are forked
     captions = synthetic_captions(case.caption_lengths, model_config.text_cfg.context_length)
