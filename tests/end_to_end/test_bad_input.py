@@ -85,7 +85,9 @@ MISTAKES = {
     "nothing to resume": Mistake(["no checkpoint at", "nowhere"], {"resume": "MADE/nowhere"}),
     "resume without a name": Mistake(["--resume auto requires --name"], {"resume": "auto", "name": None}),
     "a run that exists": Mistake(["holds a run already", "--resume auto"], {"logs": "MADE/runs"}),
-    "fewer data on resume": Mistake(["4 files, now 3"], {**RESUMING, "train_data": "TINY/train/0000[0-2].tar"}),
+    "fewer data on resume": Mistake(
+        ["4 as number of files", "now it is 3"], {**RESUMING, "train_data": "TINY/train/0000[0-2].tar"}
+    ),
     "a changed shard on resume": Mistake(["00003.tar"], {**RESUMING, "train_data": "MADE/train/*.tar"}),
     "another seed on resume": Mistake(["seed 0", "has 1"], {**RESUMING, "seed": 1}),
     "another model on resume": Mistake(["model.embed_dim", "has 48"], {**RESUMING, "model": "MADE/other.json"}),
