@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megaclip.config.checks import check_ds_config
 from megaclip.config.ds_config import DsConfig
@@ -99,7 +99,8 @@ class TrainingConfig:
     """Limits of text chunks for the model (`megaclip.planner.text_chunks.fitted`)."""
 
     @cached_property
-    def _settings(self) -> DsConfig:
+    def settings(self) -> DsConfig:
+        """All settings, typed, with defaults for those that the file leaves out."""
         return DsConfig.model_validate(self.deepspeed)
 
     @property
@@ -110,7 +111,7 @@ class TrainingConfig:
             config["bf16"] = DEEPSPEED_DEFAULTS["bf16"] | config["bf16"]
         if self.zero_stage in (1, 2):
             config["zero_optimization"] = DEEPSPEED_DEFAULTS["zero_optimization"] | config["zero_optimization"]
-        if self._settings.steps_per_print is None:
+        if self.settings.steps_per_print is None:
             timers = config.get("timers", {})
             throughput = DEEPSPEED_DEFAULTS["timers"]["throughput"] | timers.get("throughput", {})
             config["timers"] = timers | {"throughput": throughput}
@@ -124,7 +125,7 @@ class TrainingConfig:
     @property
     def zero(self) -> DeepSpeedZeroConfig:
         """Section zero_optimization, with DeepSpeed's defaults."""
-        return self._settings.zero_optimization
+        return self.settings.zero_optimization
 
     @property
     def zero_stage(self) -> int:
@@ -133,7 +134,7 @@ class TrainingConfig:
     @property
     def optimizer(self) -> Optimizer:
         """Section optimizer, with typed `params`."""
-        return self._settings.optimizer
+        return self.settings.optimizer
 
     @property
     def learning_rate(self) -> float:
@@ -141,35 +142,20 @@ class TrainingConfig:
         return self.optimizer.params.lr
 
     @property
-    def gradient_clipping(self) -> float:
-        """Largest gradient norm. 0: no limit."""
-        return self._settings.gradient_clipping
-
-    @property
     def bf16(self) -> bool:
-        return bool(self._settings.bf16.enabled)
-
-    @property
-    def grad_accum_dtype(self) -> Literal["fp32", "bf16"] | None:
-        """data_types.grad_accum_dtype; None if it is left out."""
-        return self._settings.data_types.grad_accum_dtype
+        return bool(self.settings.bf16.enabled)
 
     @property
     def accumulates_in_bf16(self) -> bool:
         """True if the gradients of a step's chunks accumulate in bfloat16: the default, unless they are coalesced."""
         if self.megaclip.coalesce_gradient_reduction:
-            return self.bf16 and self.grad_accum_dtype == "bf16"
-        return self.bf16 and self.grad_accum_dtype != "fp32"
+            return self.bf16 and self.settings.data_types.grad_accum_dtype == "bf16"
+        return self.bf16 and self.settings.data_types.grad_accum_dtype != "fp32"
 
     @property
     def activation_checkpointing(self) -> bool:
         """True if the file has the section activation_checkpointing."""
-        return "activation_checkpointing" in self._settings.model_fields_set
-
-    @property
-    def cpu_checkpointing(self) -> bool:
-        """True if the activations that checkpointing keeps are stored in host memory."""
-        return self._settings.activation_checkpointing.cpu_checkpointing
+        return "activation_checkpointing" in self.settings.model_fields_set
 
     def batch_layout(self, world_size: int) -> BatchLayout:
         """Return the batch settings for `world_size` ranks, completed, with the text chunks.
@@ -183,9 +169,9 @@ class TrainingConfig:
                 f"{world_size}; change one of them"
             )
         replicas = world_size // tensor_size
-        total = self._settings.train_batch_size
-        micro = self._settings.train_micro_batch_size_per_gpu
-        accumulation = self._settings.gradient_accumulation_steps
+        total = self.settings.train_batch_size
+        micro = self.settings.train_micro_batch_size_per_gpu
+        accumulation = self.settings.gradient_accumulation_steps
         if micro is None:
             if total is None:
                 raise ConfigError(f"{self.path}: set train_batch_size, train_micro_batch_size_per_gpu, or both")
@@ -201,8 +187,8 @@ class TrainingConfig:
             )
         if micro * accumulation * replicas != total:
             given = {
-                "train_micro_batch_size_per_gpu": self._settings.train_micro_batch_size_per_gpu,
-                "gradient_accumulation_steps": self._settings.gradient_accumulation_steps,
+                "train_micro_batch_size_per_gpu": self.settings.train_micro_batch_size_per_gpu,
+                "gradient_accumulation_steps": self.settings.gradient_accumulation_steps,
             }
             factors = [f"{name} {value}" for name, value in given.items() if value is not None]
             factors.append(f"{replicas} {'ranks' if tensor_size == 1 else f'replicas of {tensor_size} ranks'}")

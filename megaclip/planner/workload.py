@@ -128,8 +128,8 @@ class Workload:
                 f"megaclip.tensor_parallel_size {config.megaclip.tensor_parallel_size} requires MegaCLIP's own towers, "
                 "and open_clip's modules run this model; use 1"
             )
-        checkpoints_to = "cpu" if config.cpu_checkpointing else "gpu"
-        accumulate = config.grad_accum_dtype
+        checkpoints_to = "cpu" if config.settings.activation_checkpointing.cpu_checkpointing else "gpu"
+        accumulate = config.settings.data_types.grad_accum_dtype
         workload = cls(
             model=model,
             megaclip=config.megaclip,

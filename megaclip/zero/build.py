@@ -93,7 +93,8 @@ def build_engine(
     write_masters(engine, pretrained)
     del pretrained
     if config.activation_checkpointing:
-        model.set_activation_checkpointing(_checkpoint_on_cpu if config.cpu_checkpointing else _checkpoint)
+        on_cpu = config.settings.activation_checkpointing.cpu_checkpointing
+        model.set_activation_checkpointing(_checkpoint_on_cpu if on_cpu else _checkpoint)
     compiled = _compile_towers(model, config, recomputes=recomputes) if compiles else ""
     group_kernels(engine)
     guard_gradients(engine)
@@ -257,7 +258,8 @@ def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: DualEncode
 
 def _warn_of_bf16_accumulation(config: TrainingConfig, chunks: int) -> None:
     """Warn when many gradient chunks accumulate in bfloat16 by default."""
-    if config.accumulates_in_bf16 and config.grad_accum_dtype is None and chunks > _MANY_CHUNKS:
+    is_default = config.settings.data_types.grad_accum_dtype is None
+    if config.accumulates_in_bf16 and is_default and chunks > _MANY_CHUNKS:
         cure = (
             'data_types.grad_accum_dtype to "fp32"' if config.zero_stage > 1 else "megaclip.coalesce_gradient_reduction"
         )

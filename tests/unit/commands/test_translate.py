@@ -83,7 +83,7 @@ def test_batch_optimizer_schedule_and_loss_are_those_of_open_clip(run, launcher,
     assert (layout.micro_batch, layout.accumulation) == (theirs.batch_size, theirs.accum_freq)
     params = config.optimizer.params
     assert (params.lr, params.betas, params.eps) == (theirs.lr, [theirs.beta1, theirs.beta2], theirs.eps)
-    assert params.weight_decay == theirs.wd and config.gradient_clipping == (theirs.grad_clip_norm or 0)
+    assert params.weight_decay == theirs.wd and config.settings.gradient_clipping == (theirs.grad_clip_norm or 0)
     assert config.bf16 == (theirs.precision != "fp32") and not config.accumulates_in_bf16
     assert config.activation_checkpointing == theirs.grad_checkpointing
     assert config.megaclip.loss == ("siglip" if theirs.siglip else "clip")

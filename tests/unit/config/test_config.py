@@ -67,7 +67,11 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
     config = load_training_config(path)
     assert config.megaclip.exchange == "ring" and config.megaclip.reduction == "auto"
     assert config.zero_stage == 3 and not config.bf16 and not config.activation_checkpointing
-    assert config.optimizer.type == "AdamW" and config.learning_rate == 1e-3 and config.grad_accum_dtype is None
+    assert (
+        config.optimizer.type == "AdamW"
+        and config.learning_rate == 1e-3
+        and config.settings.data_types.grad_accum_dtype is None
+    )
     assert config.optimizer.params.model_dump(exclude_unset=True) == VALID["optimizer"]["params"]
     assert config.deepspeed == json.loads(path.read_text())
 
@@ -595,7 +599,7 @@ def test_set_replaces_adds_and_removes_settings(tmp_path, caplog, monkeypatch):
     config = changed(tmp_path, *changes, **section)
     params = config.optimizer.params
     assert (params.betas, params.lr, config.megaclip.loss, config.bf16) == ([0.8, 0.9], 1e-4, "siglip", True)
-    assert config.zero_stage == 2 and config.zero.offload_optimizer is None and config.gradient_clipping == 0.5
+    assert config.zero_stage == 2 and config.zero.offload_optimizer is None and config.settings.gradient_clipping == 0.5
     assert config.deepspeed["optimizer"]["params"]["lr"] == 1e-4, "settings.json and DeepSpeed receive it"
     assert "zero_optimization.stage 2 (1 in the file)" in caplog.text
     assert 'megaclip.loss "siglip" (not in the file)' in caplog.text

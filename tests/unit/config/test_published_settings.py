@@ -90,7 +90,7 @@ def effective(name: str) -> dict[str, Any]:
     own["rho"] = own["rho"] if variant.with_rho else None
     return own | {
         "train_batch_size": json.loads(config.path.read_text())["train_batch_size"],
-        "gradient_clipping": config.gradient_clipping,
+        "gradient_clipping": config.settings.gradient_clipping,
         **{f"optimizer.params.{key}": value for key, value in params.items()},
     }
 
