@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,6 +91,10 @@ def test_the_report_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "a matrix product of local rank 0 is wrong" in wrong
     assert "cpu_adam not compiled, and ninja not found; install" in ops and "fused" not in ops
     assert "does not see a file" in folder and "no file matches" in data and "mount the data" in data
+    monkeypatch.setattr(check, "CUDA_HOME", None)
+    with monkeypatch.context() as on_gpus:
+        on_gpus.setattr(check, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+        assert "cpu_adam not compiled, and ninja, nvcc not found" in report(**inputs, ops=["cpu_adam"]).problems[1]
     (full,) = report(shared=tmp_path, sign="sign", min_free_gib=1e9, data=[], ops=[]).problems[1:]
     assert "GiB free in --logs, 1e+09 needed" in full
 
