@@ -17,7 +17,7 @@ CONSTRAINTS ?= constraints.txt
 QUICK := unit/config/test_config.py unit/zero unit/ops/test_registration.py unit/checkpoint/test_deepspeed_files.py \
 	unit/data/test_sources.py unit/data/test_tokenizers.py unit/models/test_descriptions.py \
 	unit/models/test_open_clip_keys.py unit/commands/test_commands.py unit/engine/test_metrics.py \
-	distributed/test_gathered_tower.py distributed/test_tensor_parallel_reshard.py distributed/test_resume_bits.py
+	distributed/test_planned_bytes.py distributed/test_tensor_parallel_reshard.py distributed/test_resume_bits.py
 
 .PHONY: demo test test-long test-drills test-portable test-quick test-lowest test-newest test-gpu check dist docs clean
 

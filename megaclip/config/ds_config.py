@@ -4,6 +4,8 @@ DeepSpeed's own pydantic classes are used for the sections for which it has one.
 key that is not a field here.
 """
 
+import itertools
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
@@ -123,3 +125,8 @@ def elements_kept_gathered(reuse_distance: int, live: int, prefetched: int, *, o
         stage3_prefetch_bucket_size.
     """
     return 0 if offloads else max(0, min(reuse_distance // 2, live - prefetched))
+
+
+def count_kept(sizes: Sequence[int], limit: int) -> int:
+    """Return how many of the last parameters have at most `limit` elements in all. sizes: elements of each."""
+    return sum(total <= limit for total in itertools.accumulate(reversed(sizes)))

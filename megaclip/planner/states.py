@@ -1,9 +1,9 @@
 """Bytes of parameters, gradients and optimizer states on each rank: on the GPU, in host memory and on disk.
 
 The formulas follow DeepSpeed 0.19's `runtime/zero/stage_1_and_2.py` and `stage3.py`. N is the number of trained
-parameters on one rank, W the number of replicas, which without tensor parallelism is the number of ranks. "Float32
-master" refers to bf16 training. Float32 training also has a master at stages 1 and 2 (DeepSpeed clones the partition).
-It has none at stages 0 and 3, where the parameters themselves are updated.
+parameters on one rank, W the number of replicas, which without tensor parallelism is the number of ranks. In float32
+training too, stages 1 to 3 have a float32 master: DeepSpeed clones the partition. At stage 0 the parameters themselves
+are updated.
 
 * Stages 1 and 2 keep the whole working copy, and N/W of the master and of its states. At its first gradient a backward
   pass allocates the bucket in which gradients are reduced (`reduce_bucket_size` elements, two with overlap_comm), for
@@ -23,11 +23,11 @@ It has none at stages 0 and 3, where the parameters themselves are updated.
   for parameters.
 """
 
+import operator
 from dataclasses import dataclass, field
 
-from megaclip.config.ds_config import elements_kept_gathered
+from megaclip.config.ds_config import count_kept, elements_kept_gathered
 from megaclip.planner.workload import Parameters, Workload
-from megaclip.zero.settings import DeepSpeedZeroConfig
 
 
 @dataclass
@@ -165,8 +165,7 @@ def _stage_3(workload: Workload) -> States:
     accumulated = part * workload.gradient_bytes
     if workload.offload_optimizer == "none":
         states.gpu["gradients"] = accumulated
-        if workload.bf16 or workload.offload_parameters != "none":
-            states.gpu["master parameters"] = part * 4
+        states.gpu["master parameters"] = part * 4
         states.gpu["optimizer states"] = part * workload.optimizer_state_bytes
         group = min(part, zero.sub_group_size)
         joining = group * (workload.gradient_bytes + (4 if workload.gradient_bytes == 2 else 0))
@@ -207,26 +206,22 @@ def gathered_bytes(workload: Workload, tower: Parameters, *, other: Parameters |
     zero = workload.zero
     if zero.stage != 3 or (workload.replicas == 1 and workload.offload_parameters == "none"):
         return 0
-    large = _large(tower, zero.param_persistence_threshold)
-    limit = _elements_kept(zero, offloads=False)  # with offload_param DeepSpeed keeps as many for the backward pass
-    kept = min(sum(large), limit)
+    large = tower.above(zero.param_persistence_threshold)
+    kept = kept_elements(workload, large, offloads=False)  # DeepSpeed fetches as many ahead with offload_param
     if other is not None and not workload.coalesces:
-        large += _large(other, zero.param_persistence_threshold)
-    passing = min(sum(large) - kept, zero.prefetch_bucket_size + max(large, default=0))
+        large = Parameters(*map(operator.add, large, other.above(zero.param_persistence_threshold)))
+    passing = min(large.total - kept, zero.prefetch_bucket_size + max((*large.trainable, *large.frozen), default=0))
     return (kept + 2 * passing) * workload.compute_bytes  # as received, and as parameters
 
 
-def kept_elements(workload: Workload) -> int:
-    """Return the number of a tower's elements that stay gathered from one pass over the tower to the next."""
-    return _elements_kept(workload.zero, offloads=workload.offload_parameters != "none")
+def kept_elements(workload: Workload, large: Parameters, *, offloads: bool) -> int:
+    """Return the number of elements that stay gathered from one pass to the next (`megaclip.zero.gathered_tower`).
 
-
-def _elements_kept(zero: DeepSpeedZeroConfig, *, offloads: bool) -> int:
-    return elements_kept_gathered(
+    large: the parameters above the persistence threshold. offloads: offload_param keeps none. Trained parameters are
+    the last of a partly locked tower.
+    """
+    zero, sizes = workload.zero, (*large.frozen, *large.trainable)
+    limit = elements_kept_gathered(
         zero.max_reuse_distance, zero.max_live_parameters, zero.prefetch_bucket_size, offloads=offloads
     )
-
-
-def _large(tower: Parameters, threshold: int) -> list[int]:
-    """Return the sizes of the parameters above the persistence threshold, in elements."""
-    return [size for size in (*tower.trainable, *tower.frozen) if size > threshold]
+    return sum(sizes[len(sizes) - count_kept(sizes, limit) :])

@@ -12,7 +12,8 @@ trained parameter of this rank's share:
   GPU.
 
 ZeRO-3 gathers the parameters that it keeps (`kept_elements`) when the passes over their tower begin, and the others in
-every pass. With offload_param every pass over a block fetches this rank's share of it.
+every pass. Those below the persistence threshold are gathered once, after the update. With offload_param every pass
+over a block fetches this rank's share of it.
 
 With tensor parallelism, the W replicas share ZeRO's partitions, and each rank has its part of the split parameters.
 `tensor_traffic` has the sums inside a replica.
@@ -22,12 +23,14 @@ beyond `max_in_cpu` are read in every pass and written after the step.
 """
 
 import itertools
+import operator
 from typing import NamedTuple
 
 from megaclip.losses.costs import LOSS_COSTS, Sizes, Traffic
 from megaclip.planner.states import kept_elements, parameters_on_disk
-from megaclip.planner.towers import TowerWork, tower_work
-from megaclip.planner.workload import Workload
+from megaclip.planner.towers import tower_work
+from megaclip.planner.workload import Parameters, Workload
+from megaclip.step.layout import encodes_together
 
 
 class _MovedElements(NamedTuple):
@@ -62,9 +65,9 @@ def parameter_traffic(workload: Workload) -> float:
     replicas = workload.replicas
     share = workload.compute_bytes * (replicas - 1) / replicas
     elements = _moved_elements(workload)
-    if workload.zero.stage < 3:
-        # An all-reduce sends twice what a reduce-scatter does; the updated working copy is gathered.
-        return share * (2 * elements.reduced + workload.trained)
+    if workload.zero.stage < 3:  # an all-reduce sends twice what a reduce-scatter does
+        updated = workload.trained if workload.zero.stage else 0  # the working copy, which is gathered
+        return share * (2 * elements.reduced + updated)
     return share * (elements.reduced + elements.gathered)
 
 
@@ -124,38 +127,44 @@ def _reduces_every_chunk(workload: Workload) -> bool:
 
 
 def _moved_elements(workload: Workload) -> _MovedElements:
-    gathered = reduced = 0
+    image, text = towers = workload.parameters
+    kept, again = workload.kept, workload.encoded_again
     every_chunk = _reduces_every_chunk(workload)
-    works = tower_work(workload)
-    for work, turns in zip(works, _turns(workload), strict=True):
-        parameters = work.parameters
-        passes = parameters.total * (work.chunks + work.encoded_again) + work.chunks * _backward_elements(work)
-        kept = min(parameters.total, kept_elements(workload))
-        gathered += min(passes, kept * turns + round(passes * (1 - kept / parameters.total)))
-        reduced += parameters.trained * (work.chunks if every_chunk else 1)
-    # The gradient cache runs both towers in the first backward pass, and with offload in the last one too.
-    image, text = works
+    reduced = sum(
+        tower.trained * (chunks if every_chunk else 1) for tower, chunks in zip(towers, workload.chunks, strict=True)
+    )
+    threshold = workload.zero.param_persistence_threshold
+    # DeepSpeed gathers the small parameters once, after the update.
+    gathered = workload.total - sum(tower.above(threshold).total for tower in towers)
+    if encodes_together(workload.chunks, [tower.trained > 0 for tower in towers]):
+        both = Parameters(*map(operator.add, image, text))
+        return _MovedElements(gathered + _gathered(workload, both, 1, 1, offloads=False), reduced)
+    # In the order of `megaclip.step.gradient_cache`: parameters are released when the other tower's passes begin.
+    passes = [
+        (text, 0, kept.text),
+        (image, again[0], kept.image + again[0]),
+        (text, again[1], again[1]),
+    ]
+    turns = itertools.groupby((each for each in passes if sum(each[1:])), key=lambda each: each[0])
+    sums = [(tower, *map(sum, list(zip(*group, strict=True))[1:])) for tower, group in turns]
+    offloads = workload.offload_parameters != "none"
+    for tower, forward, backward in ((image, workload.chunks[0], 0), (text, workload.chunks[1], 0), *sums):
+        gathered += _gathered(workload, tower, forward, backward, offloads=offloads)
+    # The gradient cache runs both towers in the first backward pass, and with offload_optimizer in the last one too.
     offloads = workload.offload_optimizer != "none"
-    if workload.backward_passes > 1 and image.parameters.trained and text.parameters.trained and not workload.coalesces:
-        first_is_text, last_is_text = workload.kept.text > 0, workload.encoded_again[1] > 0
-        first, last = image if first_is_text else text, image if last_is_text else text
+    if image.trained and text.trained and not workload.coalesces:
+        first, last = image if kept.text else text, image if again[1] else text
         for tower, takes_part in ((first, offloads or workload.zero.stage == 3), (last, offloads)):
-            gathered += (tower.parameters.total + _backward_elements(tower)) * takes_part
-            reduced += tower.parameters.trained * (takes_part and every_chunk)
+            large = tower.above(threshold)
+            gathered += (large.total + large.in_backward) * takes_part
+            reduced += tower.trained * (takes_part and every_chunk)
     return _MovedElements(gathered, reduced)
 
 
-def _turns(workload: Workload) -> tuple[int, int]:
-    """Return how often the passes over each tower begin, in the order of `megaclip.step.gradient_cache`."""
-    kept, again = workload.kept, workload.encoded_again
-    passes = (("text", kept.text), ("image", kept.image + again[0]), ("text", again[1]))
-    turns = [tower for tower, _ in itertools.groupby(tower for tower, count in passes if count)]
-    return 1 + turns.count("image"), 1 + turns.count("text")
-
-
-def _backward_elements(work: TowerWork) -> int:
-    """Return the number of parameters that a tower's backward pass uses: in a partly locked tower, the trained ones."""
-    parameters = work.parameters
-    if not parameters.trained:
-        return 0
-    return parameters.trained if work.is_partly_locked else parameters.total
+def _gathered(workload: Workload, tower: Parameters, forward: int, backward: int, *, offloads: bool) -> int:
+    """Return the elements that so many forward and backward passes in a row over a tower gather."""
+    large = tower.above(workload.zero.param_persistence_threshold)
+    kept = kept_elements(workload, large, offloads=offloads)
+    kept_in_backward = min(kept, large.in_backward)
+    once = kept if forward else kept_in_backward
+    return once + forward * (large.total - kept) + backward * (large.in_backward - kept_in_backward)

@@ -45,6 +45,15 @@ class Parameters(NamedTuple):
     def is_partly_locked(self) -> bool:
         return bool(self.trainable and self.frozen)
 
+    @property
+    def in_backward(self) -> int:
+        """Number of elements that a backward pass uses: all, or in a partly locked tower the trained ones."""
+        return self.trained if self.frozen else self.total
+
+    def above(self, threshold: int) -> "Parameters":
+        """Return the parameters with more elements than `threshold`."""
+        return Parameters(*(tuple(size for size in sizes if size > threshold) for sizes in self))
+
 
 @dataclass(frozen=True)
 class EvaluationSets:

@@ -118,15 +118,17 @@ def accumulate_gradients(
         whole.include_other_tower(passes.order)
     with whole.gathered.kept():
         passes.encode()
-    batch.agree()
-    scalars = [log_scale] if logit_bias is None else [log_scale, logit_bias]
-    orders = {tower: batch.order(tower) for tower in Tower}
-    loss, whole.cached, scalar_gradients = _loss_and_gradients(
-        loss_function, whole.features, orders, scalars, engine.device, random_state.step, check_loss
-    )
-    statistics = running_statistics(engine.module)
-    with restored(statistics), whole.gathered.kept():
-        passes.back_propagate(scalar_gradients, without_encoders=lambda: _outputs(engine(None, None)))
+        if len(whole.sources) > 1:
+            whole.gathered.release()
+        batch.agree()
+        scalars = [log_scale] if logit_bias is None else [log_scale, logit_bias]
+        orders = {tower: batch.order(tower) for tower in Tower}
+        loss, whole.cached, scalar_gradients = _loss_and_gradients(
+            loss_function, whole.features, orders, scalars, engine.device, random_state.step, check_loss
+        )
+        statistics = running_statistics(engine.module)
+        with restored(statistics):
+            passes.back_propagate(scalar_gradients, without_encoders=lambda: _outputs(engine(None, None)))
     average_over_ranks(statistics)
     if passes.repeated:
         batch.agree()
@@ -180,9 +182,8 @@ class _TowerChunks:
         return {tower: self._step.cached[tower][self._step.rows(tower, chunk)] for tower in self._towers}
 
     def resume(self, chunk: int) -> None:
-        """Keep the tower's parameters gathered, in a step of several passes."""
-        if len(self._towers) == 1:
-            self._step.gathered.use(_modules(self._step.model)[self._towers[0]])
+        """Keep the parameters of the towers gathered."""
+        self._step.gathered.use(*(_modules(self._step.model)[tower] for tower in self._towers))
 
 
 class _Step:
@@ -198,7 +199,7 @@ class _Step:
     ) -> None:
         self.engine, self.batch, self.random_state = engine, batch, random_state
         self.model: DualEncoder = engine.module
-        self.gathered = GatheredTower(engine, _modules(self.model).values())
+        self.gathered = GatheredTower(engine)
         self.features: dict[Tower, Tensor] = {}
         """Features, (b, D) per tower, in the order of the chunks."""
         self.cached: dict[Tower, Tensor] = {}

@@ -29,6 +29,7 @@ from megaclip.models.compilation import compiles_whole_tower
 from megaclip.models.layers import require_apex, whole_shape
 from megaclip.models.weights import copy_weights
 from megaclip.ops.tiles import require_implementation
+from megaclip.zero.gathered_tower import trace_kinds_of_passes
 from megaclip.zero.linear import use_linear_of_zero3
 from megaclip.zero.masters import write_masters
 from megaclip.zero.op_builds import prepare_ops, require_build_folder
@@ -96,6 +97,7 @@ def build_engine(
         on_cpu = config.settings.activation_checkpointing.cpu_checkpointing
         model.set_activation_checkpointing(_checkpoint_on_cpu if on_cpu else _checkpoint)
     compiled = _compile_towers(model, config, recomputes=recomputes) if compiles else ""
+    trace_kinds_of_passes(engine)
     group_kernels(engine)
     guard_gradients(engine)
     step_without_history(engine)
