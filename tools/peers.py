@@ -24,7 +24,6 @@ from dataclasses import replace
 from megaclip.losses.costs import Sizes, Traffic
 from megaclip.planner import Cluster, Workload
 from megaclip.planner.constants import CUBLAS_WORKSPACES
-from megaclip.planner.losses import LossSizes
 from megaclip.planner.towers import tower_work
 
 OPEN_CLIP = "open_clip"
@@ -42,13 +41,13 @@ TOWER_SPEED = 0.64
 on an H200, 126.5 over 198.5 ms. The text towers are assumed to have the same ratio."""
 
 
-def open_clip_loss_bytes(sizes: LossSizes, *, autocast: bool = True) -> float:
+def open_clip_loss_bytes(sizes: Sizes, *, autocast: bool = True) -> float:
     """Return the peak of open_clip's ClipLoss with --local-loss --gather-with-grad."""
     gathered = 2 * sizes.world_size * sizes.features if sizes.world_size > 1 else 0
     return (16 if autocast or sizes.feature_bytes == 4 else 8) * sizes.logits + gathered + 2 * sizes.features
 
 
-def inf_cl_loss_bytes(sizes: LossSizes) -> float:
+def inf_cl_loss_bytes(sizes: Sizes) -> float:
     """Return the peak of Inf-CL's loss over both directions."""
     units = {1: 8, 2: 13}.get(sizes.world_size, 15) + (2 if sizes.feature_bytes == 2 else 0)
     return units * sizes.unit
@@ -75,7 +74,7 @@ def peer_gpu_bytes(workload: Workload, method: str, *, autocast: bool = True) ->
     parameters = workload.total * (4 * width + buckets + (2 if autocast else 0))
     batch = workload.local_batch
     micro_batch = batch if method == OPEN_CLIP else min(workload.batch.micro_batch, batch)
-    sizes = LossSizes(batch, workload.model.embed_dim, workload.world_size, feature_bytes=width)
+    sizes = Sizes(workload.world_size, batch, workload.model.embed_dim, feature_bytes=width)
     kept_text = text.backward.block_inputs if workload.checkpointing else text.graph
     graph = micro_batch * (kept_text + image.backward_peak)
     graph *= ACTIVATIONS["amp_bf16" if autocast else "pure_bf16"]
@@ -95,9 +94,9 @@ def peer_step_seconds(workload: Workload, cluster: Cluster, method: str) -> floa
     with_padding = _uncompiled(workload).with_megaclip(cut_captions=False)  # no peer cuts captions
     each = (work.seconds(cluster.rates) for work in tower_work(with_padding))
     seconds = batch * sum(forwards * tower.forward + tower.backward for tower in each) / TOWER_SPEED
-    sizes = LossSizes(batch, workload.model.embed_dim, workload.world_size)
+    sizes = Sizes(workload.world_size, batch, workload.model.embed_dim, feature_bytes=2)
     # The shares were measured for 8 b B D operations, independently of what a method computes.
-    counted = 8 * sizes.logits * sizes.embed_dim
+    counted = 8 * sizes.logits * sizes.embedding
     if method == INF_CL:
         return seconds + counted / (cluster.rates.product_flops * LOSS_SHARES["Inf-CL"])
     return seconds + chunks * counted / (cluster.rates.product_flops * LOSS_SHARES["open_clip"])

@@ -29,7 +29,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Shape of one rank's features (b, D), and the bytes per element of what ranks exchange."""
+    """Shape of one rank's features (b, D), and the bytes per element."""
 
     world_size: int
     batch: int
@@ -37,7 +37,7 @@ class Sizes:
     embedding: int
     """Embedding size D."""
     feature_bytes: int
-    """Bytes of an exchanged feature."""
+    """Bytes of a feature that is exchanged, or held."""
     gradient_bytes: int = 4
     """Bytes of an exchanged feature gradient."""
     sum_bytes: int = 4
@@ -53,9 +53,24 @@ class Sizes:
         return self.world_size - 1
 
     @property
+    def unit(self) -> int:
+        """Bytes of one float32 tensor of a rank's features."""
+        return 4 * self.batch * self.embedding
+
+    @property
+    def features(self) -> int:
+        """Bytes of one rank's features of one tower."""
+        return self.batch * self.embedding * self.feature_bytes
+
+    @property
     def side(self) -> int:
         """Bytes of one tower's features, sent to every other rank."""
-        return self.hops * self.batch * self.embedding * self.feature_bytes
+        return self.hops * self.features
+
+    @property
+    def logits(self) -> int:
+        """Number of similarities that a rank owns."""
+        return self.batch**2 * self.world_size
 
 
 @dataclass(frozen=True)

@@ -6,58 +6,26 @@ sums still exist. A ring also holds the blocks that it computes and receives, an
 all_gather holds the other ranks' texts and their gradients.
 """
 
-from dataclasses import dataclass
-
+from megaclip.losses.costs import Sizes
 from megaclip.planner.constants import MIB
 
 
-@dataclass(frozen=True)
-class LossSizes:
-    """Sizes of b x D features on each of W ranks."""
-
-    local_batch: int
-    embed_dim: int
-    world_size: int
-    feature_bytes: int = 2
-
-    @property
-    def unit(self) -> int:
-        """Bytes of one float32 tensor of a rank's features."""
-        return 4 * self.local_batch * self.embed_dim
-
-    @property
-    def features(self) -> int:
-        """Bytes of one rank's features of one tower."""
-        return self.feature_bytes * self.local_batch * self.embed_dim
-
-    @property
-    def logits(self) -> int:
-        """Number of similarities that this rank owns."""
-        return self.local_batch**2 * self.world_size
-
-
 def megaclip_loss_bytes(
-    sizes: LossSizes,
-    exchange: str,
-    reduction: str,
-    tile_budget_mib: float,
-    loss: str = "clip",
-    *,
-    payload_bytes: int = 4,
+    sizes: Sizes, exchange: str, reduction: str, tile_budget_mib: float, loss: str = "clip"
 ) -> float:
     """Return the peak of a loss; `exchange`, `reduction` and `loss` are settings of ds_config.json.
 
-    payload_bytes: bytes per number of the gradients that ranks exchange (`megaclip.payload`).
+    sizes: `feature_bytes` are those of the features that the towers return.
     """
     unit, features, world_size = sizes.unit, sizes.features, sizes.world_size
-    block_rows = sizes.local_batch * (world_size if exchange == "all_gather" else 1)
-    tile = min(tile_budget_mib * MIB, sizes.feature_bytes * sizes.local_batch * block_rows)
-    vectors = 12 * 4 * sizes.local_batch  # log-sum-exps, shifts, dots, positives and their sums
+    block_rows = sizes.batch * (world_size if exchange == "all_gather" else 1)
+    tile = min(tile_budget_mib * MIB, sizes.feature_bytes * sizes.batch * block_rows)
+    vectors = 12 * 4 * sizes.batch  # log-sum-exps, shifts, dots, positives and their sums
     if world_size == 1:
         at_tiles = 2.0 * unit
     elif exchange == "ring" and reduction == "feature":
         # dx; dy of this block and (InfoNCE on three ranks or more) of the last one; one sum sent and one received.
-        sums = (4 if loss == "siglip" or world_size == 2 else 5) - (2 - payload_bytes / 2)
+        sums = (4 if loss == "siglip" or world_size == 2 else 5) - (2 - sizes.gradient_bytes / 2)
         at_tiles = sums * unit + min(2, world_size - 1) * features
     elif exchange == "ring":
         at_tiles = 2 * unit + 4 * features  # two pairs of blocks
@@ -68,6 +36,6 @@ def megaclip_loss_bytes(
     gathered = world_size * features if exchange == "all_gather" and world_size > 1 else 0
     at_finish = 2 * unit + 2 * features + gathered  # sums and rounded gradients; the tile is freed
     at_reduction = 0.0
-    if payload_bytes == 2 and gathered and reduction == "feature":  # all texts' gradients twice, and this rank's
+    if sizes.gradient_bytes == 2 and gathered and reduction == "feature":  # all texts' gradients twice, and this rank's
         at_reduction = unit + world_size * (1.5 * unit + features) + 1.5 * unit
     return max(at_tiles + tile, at_finish, at_reduction) + vectors

@@ -81,14 +81,16 @@ class MemoryPlan:
     def disk_peak(self) -> float:
         return sum(self.disk.values()) + sum(self.nvme.values())
 
-    def disk_needs(self, cluster: Cluster) -> list[tuple[str, float, float]]:
-        """Return each disk's name, its planned bytes and its usable bytes."""
+    def needs(self, cluster: Cluster) -> list[tuple[str, float, float]]:
+        """Return each limit of a GPU or a host in words, the planned bytes and the usable bytes."""
+        needs = [("a host", self.cpu_peak, cluster.usable_host_memory)]
         if cluster.usable_nvme is None:
-            return [("disk", self.disk_peak, cluster.usable_disk)]
-        return [
-            ("disk", sum(self.disk.values()), cluster.usable_disk),
-            ("disk at nvme_path", sum(self.nvme.values()), cluster.usable_nvme),
-        ]
+            needs.append(("disk", self.disk_peak, cluster.usable_disk))
+        else:
+            needs.append(("disk", sum(self.disk.values()), cluster.usable_disk))
+            needs.append(("disk at nvme_path", sum(self.nvme.values()), cluster.usable_nvme))
+        gpu = [("a GPU", self.gpu_peak, cluster.usable_gpu_memory)] if cluster.gpu_memory else []
+        return gpu + needs
 
 
 def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
@@ -139,13 +141,11 @@ def with_kept_graphs(plan: MemoryPlan, number: int) -> MemoryPlan:
 
 
 def _refusals(plan: MemoryPlan, cluster: Cluster) -> list[str]:
-    needs = [("a host", "of memory", plan.cpu_peak, cluster.usable_host_memory)]
-    needs += [("a host", f"of {disk}", needed, usable) for disk, needed, usable in plan.disk_needs(cluster)]
-    if cluster.gpu_memory:
-        needs.insert(0, ("a GPU", f"({plan.peak_phase})", plan.gpu_peak, cluster.usable_gpu_memory))
+    text = {"a GPU": f"a GPU would need {{}} ({plan.peak_phase})", "a host": "a host would need {} of memory"}
     return [
-        f"{what} would need {format_bytes(needed)} {kind} and has {format_bytes(usable)} to use"
-        for what, kind, needed, usable in needs
+        f"{text.get(what, f'a host would need {{}} of {what}').format(format_bytes(needed))} and has "
+        f"{format_bytes(usable)} to use"
+        for what, needed, usable in plan.needs(cluster)
         if needed > usable
     ]
 

@@ -15,8 +15,9 @@ graphs.
 import math
 from dataclasses import astuple, dataclass, fields, replace
 
+from megaclip.losses.costs import Sizes
 from megaclip.planner.constants import EVALUATED_TEXTS, EVALUATION_TILES
-from megaclip.planner.losses import LossSizes, megaclip_loss_bytes
+from megaclip.planner.losses import megaclip_loss_bytes
 from megaclip.planner.states import (
     States,
     gathered_bytes,
@@ -25,6 +26,7 @@ from megaclip.planner.states import (
     reduction_under_way,
 )
 from megaclip.planner.towers import TowerWork, tower_work
+from megaclip.planner.traffic import exchange_sizes
 from megaclip.planner.workload import EvaluationSets, Workload
 
 
@@ -83,9 +85,9 @@ class Phases:
         return max(self.by_name().items(), key=lambda named: named[1].total)
 
 
-def loss_sizes(workload: Workload) -> LossSizes:
-    """Return the loss's sizes on one rank."""
-    return LossSizes(workload.local_batch, workload.model.embed_dim, workload.world_size, workload.compute_bytes)
+def loss_sizes(workload: Workload) -> Sizes:
+    """Return the sizes of the features that one rank holds, and of the gradients that it exchanges."""
+    return replace(exchange_sizes(workload), feature_bytes=workload.compute_bytes)
 
 
 def loss_bytes(workload: Workload) -> float:
@@ -96,14 +98,7 @@ def loss_bytes(workload: Workload) -> float:
         # Sums by id of the rank's pairs, and of all features of an exchange: in the order of their ids, and their sums.
         blocks = workload.world_size if section.exchange == "all_gather" else 1
         more = (6 + 2 * blocks) * sizes.unit + blocks * sizes.features
-    return more + megaclip_loss_bytes(
-        sizes,
-        section.exchange,
-        section.reduction,
-        section.tile_budget_mib,
-        section.loss,
-        payload_bytes=workload.payload_bytes,
-    )
+    return more + megaclip_loss_bytes(sizes, section.exchange, section.reduction, section.tile_budget_mib, section.loss)
 
 
 def embedding_bytes(workload: Workload) -> float:
@@ -138,7 +133,10 @@ def step_phases(workload: Workload, states: States) -> Phases:
         image_tower_forward=_forward_phase(image, 0.0, 2 if text_first else 1),
         text_tower_forward=_forward_phase(text, 0.0 if text_first else image_graphs, 1 if text_first else 2),
         loss=Phase(
-            kept_graphs=image_graphs + text_graphs, embeddings=embedding_bytes(workload), loss=loss_bytes(workload)
+            kept_graphs=image_graphs + text_graphs,
+            embeddings=embedding_bytes(workload),
+            loss=loss_bytes(workload),
+            gathered_parameters=gathered_bytes(workload, image.parameters) if workload.encodes_together else 0.0,
         ),
         image_tower_backward=_backward_phase(image, states, image_graphs),
         text_tower_backward=_backward_phase(text, states, image_graphs + text_graphs),

@@ -117,13 +117,9 @@ def zero_stage_verdict(workload: Workload, cluster: Cluster) -> str | None:
 
 def _shortage(workload: Workload, cluster: Cluster) -> float:
     """Return the bytes that one host lacks: of GPU memory, host memory and disk together."""
-    plan = plan_memory(workload, cluster)
-    gpu = max(0.0, plan.gpu_peak - cluster.usable_gpu_memory) if cluster.gpu_memory else 0.0
-    cpu = max(0.0, plan.cpu_peak - cluster.usable_host_memory)
-    return (
-        gpu * cluster.gpus_per_host
-        + cpu
-        + sum(max(0.0, needed - usable) for _, needed, usable in plan.disk_needs(cluster))
+    return sum(
+        max(0.0, needed - usable) * (cluster.gpus_per_host if what == "a GPU" else 1)
+        for what, needed, usable in plan_memory(workload, cluster).needs(cluster)
     )
 
 

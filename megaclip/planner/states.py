@@ -23,7 +23,6 @@ are updated.
   for parameters.
 """
 
-import operator
 from dataclasses import dataclass, field
 
 from megaclip.config.ds_config import count_kept, elements_kept_gathered
@@ -199,17 +198,20 @@ def reduction_under_way(workload: Workload, states: States, tower: Parameters, a
 
 
 def gathered_bytes(workload: Workload, tower: Parameters, *, other: Parameters | None = None) -> float:
-    """Return the bytes of a tower's parameters that are whole on the GPU while it runs; 0 below stage 3.
+    """Return the bytes of a tower's parameters, or of both towers' in a step of one pass, that are whole on the GPU
+    while it runs; 0 below stage 3.
 
     other: the other tower, if it takes part in a backward pass.
     """
     zero = workload.zero
     if zero.stage != 3 or (workload.replicas == 1 and workload.offload_parameters == "none"):
         return 0
+    if workload.encodes_together:
+        tower, other = workload.parameters[0].joined(workload.parameters[1]), None
     large = tower.above(zero.param_persistence_threshold)
     kept = kept_elements(workload, large, offloads=False)  # DeepSpeed fetches as many ahead with offload_param
     if other is not None and not workload.coalesces:
-        large = Parameters(*map(operator.add, large, other.above(zero.param_persistence_threshold)))
+        large = large.joined(other.above(zero.param_persistence_threshold))
     passing = min(large.total - kept, zero.prefetch_bucket_size + max((*large.trainable, *large.frozen), default=0))
     return (kept + 2 * passing) * workload.compute_bytes  # as received, and as parameters
 

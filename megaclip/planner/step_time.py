@@ -141,7 +141,7 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
         host_wait += max(0.0, hooks - first - second - last)
     readings = workload.image_readings if section.data_offload == "reread" else 1.0
     sizes = loss_sizes(workload)
-    loss_operations = LOSS_COSTS[section.loss].products[section.reduction] * sizes.logits * sizes.embed_dim
+    loss_operations = LOSS_COSTS[section.loss].products[section.reduction] * sizes.logits * sizes.embedding
     return StepTime(
         forward=forward,
         forward_again=again,

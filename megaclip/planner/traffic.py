@@ -23,14 +23,12 @@ beyond `max_in_cpu` are read in every pass and written after the step.
 """
 
 import itertools
-import operator
 from typing import NamedTuple
 
 from megaclip.losses.costs import LOSS_COSTS, Sizes, Traffic
 from megaclip.planner.states import kept_elements, parameters_on_disk
 from megaclip.planner.towers import tower_work
 from megaclip.planner.workload import Parameters, Workload
-from megaclip.step.layout import encodes_together
 
 
 class _MovedElements(NamedTuple):
@@ -136,9 +134,8 @@ def _moved_elements(workload: Workload) -> _MovedElements:
     threshold = workload.zero.param_persistence_threshold
     # DeepSpeed gathers the small parameters once, after the update.
     gathered = workload.total - sum(tower.above(threshold).total for tower in towers)
-    if encodes_together(workload.chunks, [tower.trained > 0 for tower in towers]):
-        both = Parameters(*map(operator.add, image, text))
-        return _MovedElements(gathered + _gathered(workload, both, 1, 1, offloads=False), reduced)
+    if workload.encodes_together:
+        return _MovedElements(gathered + _gathered(workload, image.joined(text), 1, 1, offloads=False), reduced)
     # In the order of `megaclip.step.gradient_cache`: parameters are released when the other tower's passes begin.
     passes = [
         (text, 0, kept.text),

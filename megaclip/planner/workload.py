@@ -23,7 +23,7 @@ from megaclip.models import ModelConfig, ModelDescription, OpenClipConfig, meta_
 from megaclip.models.compilation import compiles_whole_tower
 from megaclip.models.layers import check_split, split_dim
 from megaclip.planner.text_chunks import fitted, mean_positions, text_chunks_for
-from megaclip.step.layout import KeptGraphs, backward_passes, cuts_captions, kept_graphs
+from megaclip.step.layout import KeptGraphs, backward_passes, cuts_captions, encodes_together, kept_graphs
 from megaclip.zero.settings import DeepSpeedZeroConfig
 
 
@@ -49,6 +49,10 @@ class Parameters(NamedTuple):
     def in_backward(self) -> int:
         """Number of elements that a backward pass uses: all, or in a partly locked tower the trained ones."""
         return self.trained if self.frozen else self.total
+
+    def joined(self, other: "Parameters") -> "Parameters":
+        """Return the parameters of both towers."""
+        return Parameters(self.trainable + other.trainable, self.frozen + other.frozen)
 
     def above(self, threshold: int) -> "Parameters":
         """Return the parameters with more elements than `threshold`."""
@@ -110,21 +114,10 @@ class Workload:
     """True if checkpoints are written from a copy in host memory (--async-save)."""
 
     @classmethod
-    def of(
-        cls,
-        model: ModelDescription,
-        config: TrainingConfig,
-        world_size: int,
-        *,
-        image_unlocked: int | None = None,
-        text_unlocked: int | None = None,
-        workers: int = DEFAULT_WORKERS,
-        samples: int = 0,
-        evaluation: EvaluationSets | None = None,
-        steps: int | None = None,
-        async_save: bool = False,
-    ) -> "Workload":
+    def of(cls, model: ModelDescription, config: TrainingConfig, world_size: int, **run: Any) -> "Workload":
         """Return the workload of `config` on `world_size` ranks, tensor-parallel ones included.
+
+        run: fields that ds_config.json does not set: locks, `workers`, `samples`, `evaluation`, `steps`, `async_save`.
 
         Raises ConfigError if the batch of `config` does not divide among them, if tensor parallelism cannot split a
         tower, or if a lock locks nothing.
@@ -152,17 +145,10 @@ class Workload:
             optimizer_temporary_bytes=_optimizer_temporary_bytes(config),
             checks_gradients=config.checks_each_gradient,
             checkpointing=checkpoints_to if config.activation_checkpointing else "",
-            image_unlocked=image_unlocked,
-            text_unlocked=text_unlocked,
-            workers=workers,
-            samples=samples,
-            evaluation=evaluation,
-            steps=steps,
-            async_save=async_save,
+            **run,
         )
-        for name, unlocked, parameters in zip(
-            ("image", "text"), (image_unlocked, text_unlocked), workload.parameters, strict=True
-        ):
+        locks = ("image", workload.image_unlocked), ("text", workload.text_unlocked)
+        for (name, unlocked), parameters in zip(locks, workload.parameters, strict=True):
             if unlocked is not None and parameters.trained == parameters.total:
                 raise ConfigError(
                     f"--lock-{name} with {unlocked} unlocked groups trains every parameter of the {name} tower, so "
@@ -298,6 +284,11 @@ class Workload:
     def encoded_again(self) -> tuple[int, int]:
         """Number of image chunks and of text chunks that a step encodes twice."""
         return self.graphs.image - self.kept.image, self.graphs.text - self.kept.text
+
+    @property
+    def encodes_together(self) -> bool:
+        """True if one forward pass encodes the whole share of a rank."""
+        return encodes_together(*self._chunks_and_trained)
 
     @property
     def backward_passes(self) -> int:

@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from megaclip.data.batch import EvaluationBatch
 from megaclip.evaluation import evaluate, suite
+from megaclip.losses.costs import Sizes
 from megaclip.planner import Workload, describe, phases, plan_memory, plan_time
-from megaclip.planner.losses import LossSizes, megaclip_loss_bytes
+from megaclip.planner.losses import megaclip_loss_bytes
 from megaclip.planner.workload import EvaluationSets
 from tests.unit.planner.planner_cases import H200, MIB, workload
 
@@ -41,12 +42,11 @@ MEASURED_MIB = {
 
 @pytest.mark.parametrize("case", MEASURED_MIB, ids=str)
 def test_the_losses_take_the_measured_bytes(case: tuple[str, int, int, int]) -> None:
-    method, *numbers = case
+    method, batch, embedding, ranks = case
     payload = 2 if method.endswith("bf16") else 4
     *loss, exchange, reduction = method.removesuffix(" bf16").split()
-    planned = megaclip_loss_bytes(
-        LossSizes(*numbers), exchange, reduction, 128, loss[0] if loss else "clip", payload_bytes=payload
-    )
+    sizes = Sizes(ranks, batch, embedding, feature_bytes=2, gradient_bytes=payload)
+    planned = megaclip_loss_bytes(sizes, exchange, reduction, 128, loss[0] if loss else "clip")
     assert planned / MIB == pytest.approx(MEASURED_MIB[case], rel=0.025)
 
 

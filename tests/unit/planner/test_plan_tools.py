@@ -8,9 +8,10 @@ from types import ModuleType
 
 import pytest
 
+from megaclip.losses.costs import Sizes
 from megaclip.models import load_model_config
 from megaclip.planner import Rates, describe, plan_time
-from megaclip.planner.losses import LossSizes, megaclip_loss_bytes
+from megaclip.planner.losses import megaclip_loss_bytes
 from tests.unit.planner.planner_cases import MIB, workload
 from tools import measure_rates, plan_compare, plan_sweep
 from tools.peers import (
@@ -43,9 +44,11 @@ MEASURED_MIB = {
 
 
 def test_the_losses_of_other_codes_take_the_measured_bytes() -> None:
-    for (formula, *numbers), measured in MEASURED_MIB.items():
+    for (formula, batch, embedding, ranks), measured in MEASURED_MIB.items():
         options = {"autocast": False} if formula is open_clip_loss_bytes else {}
-        assert formula(LossSizes(*numbers), **options) / MIB == pytest.approx(measured, rel=0.025)
+        assert formula(Sizes(ranks, batch, embedding, feature_bytes=2), **options) / MIB == pytest.approx(
+            measured, rel=0.025
+        )
 
 
 # arXiv:2410.17243, Table 1, loss memory in GB: ranks, contrastive batch in units of 1,024 -> open_clip, Inf-CL.
@@ -62,7 +65,7 @@ PUBLISHED_GB = {
 
 def test_the_published_loss_memory_of_inf_cl_follows_from_its_formula() -> None:
     for (ranks, batch), (open_clip, inf_cl) in PUBLISHED_GB.items():
-        sizes = LossSizes(batch * 1024 // ranks, 768, ranks, feature_bytes=4)
+        sizes = Sizes(ranks, batch * 1024 // ranks, 768, feature_bytes=4)
         # A GB of the paper is 1,000 MiB: its OpenCLIP column agrees with this to four digits.
         assert inf_cl_loss_bytes(sizes) / (1000 * MIB) == pytest.approx(inf_cl, abs=0.0101)
         if open_clip is not None:

@@ -81,6 +81,7 @@ def test_gradients_accumulate_where_deepspeed_keeps_them_with_offload(
 def test_offload_to_disk_takes_its_bytes_and_its_time_there(tmp_path: Path) -> None:
     disk = {"device": "nvme", "nvme_path": "/nvme"}
     zero = {"stage": 3, "offload_optimizer": disk, "offload_param": {**disk, "max_in_cpu": 1_000_000}}
+    zero["stage3_param_persistence_threshold"] = 0
     job = workload(tmp_path, zero_optimization=zero, megaclip={"data_offload": "cpu"})
     parameters = 151_277_312  # on eight ranks, which share a host and its disk
     plan = plan_memory(job, H200)
