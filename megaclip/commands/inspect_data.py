@@ -5,14 +5,15 @@
     megaclip inspect hf:nlphuji/flickr30k:test --json
 
 The command opens the data as --train-data does, decodes evenly spread samples, shows three of them, and measures the
-speed of the training loader on one core. `--list FILE` writes the names of all bad samples and of what is left out. The
-exit code is 1 if training would refuse the data.
+speed of the training loader on one core. With --model it reports how many cores each GPU needs. `--list FILE` writes
+the names of all bad samples and of what is left out. The exit code is 1 if training would refuse the data.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 CONTEXT_LENGTH, IMAGE_SIZE = 77, 224
 """Tokens and pixels without --model."""
+GPUS_TO_FEED = ("a100", "h100", "h200", "b200")
+"""GPUs for which the report gives the number of cores."""
 
 
 def print_report(report: dict[str, Any], indent: str = "") -> None:
@@ -92,6 +95,9 @@ def main() -> int:
     reasons.append(look.reason_to_refuse(limit))
     try:
         report["loader"] = time_loader(dataset, tokenizer, ImageTransform(**pixels, training=True), arguments.seconds)
+        if arguments.model is not None:
+            per_core = report["loader"]["samples_per_s_per_core"]
+            report["cores_per_gpu"] = cores_per_gpu(arguments.model, per_core)
     except DataError as error:
         report["loader"] = {"failed": str(error)}
         reasons.append(str(error))
@@ -108,6 +114,18 @@ def main() -> int:
         print_report(report)
         print(f"training would REFUSE this data: {refused}" if refused else "training would accept this data")
     return 1 if refused else 0
+
+
+def cores_per_gpu(model: str, samples_per_s_per_core: float) -> dict[str, int]:
+    """Return the number of cores that keep up with a GPU that trains this model on batches of 4,096, by GPU."""
+    from megaclip.config import load_training_config
+    from megaclip.models import load_model_config
+    from megaclip.planner import Workload, describe, plan_time
+
+    config = load_training_config("zero1")
+    workload = Workload.of(load_model_config(model, config.megaclip.towers), config, 1)
+    steps = {gpu: plan_time(workload, describe(gpu=gpu, gpus=1)) for gpu in GPUS_TO_FEED}
+    return {gpu: math.ceil(step.samples_per_s_without_data / samples_per_s_per_core) for gpu, step in steps.items()}
 
 
 def write_list(accounts: list[Account], bad: dict[str, list[str]], path: Path) -> None:

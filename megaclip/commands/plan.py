@@ -12,7 +12,7 @@ It needs no GPU and starts nothing.
 
 import argparse
 
-from megaclip.commands.argument_types import CommandParser, integer
+from megaclip.commands.argument_types import CommandParser, integer, number
 from megaclip.config.command_line import DEFAULT_EPOCHS, DEFAULT_WORKERS
 
 SETTINGS = {
@@ -75,6 +75,15 @@ def plan_parser(description: str | None = __doc__) -> argparse.ArgumentParser:
         "--gpus", type=integer(1), help="GPUs per host (default 8; with --here all of them, one rank on a CPU)"
     )
     where.add_argument("--hosts", type=integer(1), help="hosts, all alike (default 1)")
+    where.add_argument(
+        "--cores", type=integer(1), help="CPU cores of a host (default: one per worker; --here: its own)"
+    )
+    where.add_argument(
+        "--samples-per-core",
+        type=number(1),
+        help="samples that the loader reads per second and core, as `megaclip inspect` reports (default 340, for JPEG "
+        "files with a shorter side of 384)",
+    )
     add_machine_flags(where)
     return parser
 

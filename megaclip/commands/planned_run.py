@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from megaclip.planner import (
 )
 from megaclip.planner.cluster import gpu_preset, parse_size
 from megaclip.planner.compile_estimate import check_recomputation, compile_estimate
-from megaclip.planner.report import graphs_text, loss_table, memory_table, micro_batch_table, time_table
+from megaclip.planner.report import data_text, graphs_text, loss_table, memory_table, micro_batch_table, time_table
 from megaclip.planner.search import micro_batches
 from megaclip.planner.tensor_parallel import fastest_without
 from megaclip.planner.workload import EvaluationSets, nvme_paths
@@ -48,7 +49,7 @@ def described_run(arguments: argparse.Namespace) -> tuple[Workload, Cluster]:
     short = ((setting, getattr(arguments, flag[2:].replace("-", "_"))) for flag, setting in SETTINGS.items())
     changes = [*arguments.set, *(f"{setting}={value}" for setting, value in short if value is not None)]
     config = load_training_config(arguments.deepspeed_config, changes)
-    cluster = _cluster(arguments, config)
+    cluster = _with_loader(_cluster(arguments, config), arguments)
     workload = _workload(arguments, config, cluster)
     if workload.sample_columns and not workload.samples:
         raise ConfigError(
@@ -70,6 +71,13 @@ def _cluster(arguments: argparse.Namespace, config: TrainingConfig) -> Cluster:
             f"--hosts {math.ceil(arguments.gpus / 8)}, or --hosts 1 for one host"
         )
     return described_cluster(arguments, **counts)
+
+
+def _with_loader(cluster: Cluster, arguments: argparse.Namespace) -> Cluster:
+    """Return the cluster with the cores of its hosts and the rate of the loader, if they are given."""
+    cores = arguments.cores or (os.cpu_count() if arguments.here else None)
+    rate = arguments.samples_per_core or cluster.rates.decoded
+    return replace(cluster, cores=cores, rates=replace(cluster.rates, decoded=rate))
 
 
 def described_cluster(arguments: argparse.Namespace, **counts: Any) -> Cluster:
@@ -142,6 +150,8 @@ def print_plan(workload: Workload, cluster: Cluster) -> int:
     )
     tables = memory_table(plan, cluster), graphs_text(plan.workload), loss_table(plan.workload)
     print(*tables, time_table(step, cluster), sep="\n\n")
+    if step.decoding_hidden:
+        print(data_text(step, workload, cluster))
     if workload.steps is not None:
         hours, samples = workload.steps * step.total / 3600, workload.steps * batch.global_batch
         print(f"RUN: {workload.steps:,} steps, {samples:,} samples: {hours:,.1f} hours, without evaluations and saves")

@@ -10,7 +10,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from megaclip.data.batch import BadSample, RawSample
-from megaclip.data.images import ImageTransform, open_image
+from megaclip.data.images import ImageTransform, image_decoder, open_image
 from megaclip.data.loader import TrainLoader
 from megaclip.data.reading import check_caption, decode_image
 from megaclip.data.sources import PairDataset
@@ -117,8 +117,8 @@ def _quantiles(numbers: list[int]) -> dict[str, float]:
 
 def time_loader(
     dataset: PairDataset, tokenizer: Tokenizer, transform: ImageTransform, seconds: float
-) -> dict[str, float]:
-    """Return the samples per second of the training loader in this process, so on one core.
+) -> dict[str, Any]:
+    """Return the samples per second of the training loader in this process, so on one core, and the decoder.
 
     transform: the image transform of training.
     """
@@ -128,4 +128,5 @@ def time_loader(
     began, samples = time.perf_counter(), 0
     while (elapsed := time.perf_counter() - began) < seconds:
         samples += len(next(loader).tokens)
-    return {"samples_per_s_per_core": round(samples / elapsed, 1), "image_size": transform.size}
+    rate = round(samples / elapsed, 1)
+    return {"samples_per_s_per_core": rate, "image_size": transform.size, "decoder": image_decoder()}

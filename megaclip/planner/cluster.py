@@ -45,7 +45,7 @@ class Rates:
     disk_write: float
     """Bytes per second that a host writes to its disk; the planner reads at the same rate."""
     decoded: float
-    """Images per second that one loader process reads, decodes and crops."""
+    """Samples per second that one core reads, decodes and crops."""
 
     @classmethod
     def read(cls, path: str | Path, preset: "Rates") -> "Rates":
@@ -86,6 +86,8 @@ class Cluster:
     rates: Rates
     nvme: float | None = None
     """Bytes that are free on the disk that ZeRO-3 offloads to, if that is another disk."""
+    cores: int | None = None
+    """CPU cores of a host. None: a core for each loader process."""
     measured: Machine | None = None
     """Links and products that all ranks of a run have measured, for the choice of exchange and reduction. None: those
     of `rates`."""
@@ -93,6 +95,11 @@ class Cluster:
     @property
     def gpus(self) -> int:
         return self.gpus_per_host * self.hosts
+
+    def loader_cores(self, workers: int) -> float:
+        """Return the number of cores on which one rank's samples are decoded. workers: its loader processes."""
+        available = math.inf if self.cores is None else self.cores / self.gpus_per_host
+        return min(float(max(1, workers)), available)
 
     @property
     def hides_exchanges(self) -> bool:

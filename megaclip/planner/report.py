@@ -1,5 +1,6 @@
 """Print a plan: the table of parts and phases, the terms of a step's time, and one line for a log."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 
@@ -91,6 +92,16 @@ def time_table(step: StepTime, cluster: Cluster) -> str:
         f"{'STEP':46}{_seconds(step.total):>12}   {step.samples_per_s:,.0f} samples/s; most goes to {step.dominant}"
     )
     return "\n".join(lines)
+
+
+def data_text(step: StepTime, workload: Workload, cluster: Cluster) -> str:
+    """Return the rate of the loader and the cores that the rest of the step needs."""
+    cores = cluster.loader_cores(workload.workers)
+    needed = math.ceil(cores * step.samples_per_s_without_data / step.samples_per_s_of_data)
+    return (
+        f"bound by data above {step.samples_per_s_of_data:,.0f} samples/s: {cluster.rates.decoded:,.0f} per second and "
+        f"core, {cores:.3g} cores per GPU; {needed} per GPU would keep up with the rest of the step"
+    )
 
 
 def micro_batch_table(choices: list[MicroBatch], own: int) -> str:

@@ -28,7 +28,7 @@ Terms that run at the same time count as the longest of them:
   It fetches fewer than two blocks ahead, and only if a pass is like the previous one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.planner.cluster import Cluster
@@ -111,6 +111,16 @@ class StepTime:
         return self.global_batch / self.total
 
     @property
+    def samples_per_s_of_data(self) -> float:
+        """Samples per second that the loader processes of all ranks decode."""
+        return self.global_batch / self.decoding
+
+    @property
+    def samples_per_s_without_data(self) -> float:
+        """Samples per second if decoding takes no time."""
+        return replace(self, decoding=0.0).samples_per_s
+
+    @property
     def dominant(self) -> str:
         """Name of the longest term."""
         terms = {
@@ -152,7 +162,7 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
         tensor_parallel=tensor_traffic(workload) / cluster.tensor_link(workload.tensor_ranks),
         copies=workload.image_readings * store_bytes(workload) / rates.host_to_device if cluster.gpu_memory else 0.0,
         disk=_disk_seconds(workload, cluster),
-        decoding=readings * batch / (rates.decoded * max(1, workload.workers)),
+        decoding=readings * batch / (rates.decoded * cluster.loader_cores(workload.workers)),
         host=host,
         host_wait=host_wait,
         offload=offload_traffic(workload) / rates.host_to_device if cluster.gpu_memory else 0.0,

@@ -62,6 +62,7 @@ def test_a_models_tokens_and_pixels_are_those_of_a_run(tmp_path, inspect):
     code, output = inspect(shards, "--model", "demo-tiny", "--pictures", sheet, "--json", size=())
     report = json.loads(output[output.index("{") :])
     assert code == 0 and report["loader"]["image_size"] == 24 and sheet.exists()
+    assert report["cores_per_gpu"].keys() == {"a100", "h100", "h200", "b200"} and min(report["cores_per_gpu"].values())
     tokenizer, pixels = model_preprocessing("demo-tiny", None)
     assert (tokenizer.context_length, pixels["size"], pixels["resize_mode"]) == (24, 24, "shortest")
     tokenizer, pixels = model_preprocessing("ViT-L-14-336", None)

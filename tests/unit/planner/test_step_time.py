@@ -14,7 +14,7 @@ from megaclip.errors import ConfigError
 from megaclip.models import load_model_config
 from megaclip.planner import describe, plan_memory, plan_time
 from megaclip.planner.cluster import Rates, parse_size
-from megaclip.planner.report import time_table
+from megaclip.planner.report import data_text, time_table
 from megaclip.planner.text_chunks import assumed_length, planned_pieces
 from megaclip.planner.towers import tower_work
 from tests.unit.planner.planner_cases import GIB, H200, of_batch, workload
@@ -49,6 +49,22 @@ def test_without_loader_processes_decoding_takes_time_of_the_step(gpu: str, tmp_
     assert alone.total == pytest.approx(many.total + seconds) and one.total == max(many.total, seconds)
     assert "decoding " in time_table(alone, cluster) and "other processes" not in time_table(alone, cluster)
     assert "decoding (other processes)" in time_table(one, cluster)
+
+
+def test_a_step_is_bound_by_the_cores_and_the_measured_rate_of_the_loader(tmp_path: Path) -> None:
+    """Eight ranks with 16 loader processes each on 32 cores: four cores per rank."""
+    job = replace(workload(tmp_path, ranks=8, megaclip={"data_offload": "cpu"}), workers=16)
+    described = describe(gpus=8)
+    cluster = replace(described, cores=32, rates=replace(described.rates, decoded=100.0))
+    step = plan_time(job, cluster)
+    assert step.samples_per_s_of_data == pytest.approx(32 * 100) and step.dominant == "data"
+    needed = math.ceil(plan_time(job, replace(described, cores=10**9)).samples_per_s_without_data / 8 / 100)
+    assert data_text(step, job, cluster) == (
+        "bound by data above 3,200 samples/s: 100 per second and core, 4 cores per GPU; "
+        f"{needed} per GPU would keep up with the rest of the step"
+    )
+    enough = plan_time(replace(job, workers=needed), replace(cluster, cores=8 * needed))
+    assert enough.total == pytest.approx(job.batch.global_batch / enough.samples_per_s_without_data)
 
 
 @pytest.mark.parametrize(
