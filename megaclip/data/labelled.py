@@ -156,11 +156,11 @@ def _warn_of_equal_names(folder: Path, names: list[str]) -> None:
 def _copied_texts(url: str) -> tuple[Path, list[RemoteFile]]:
     """Return a local folder with copies of the text files in a remote one, and its shards. Raises DataError."""
     url = url.rstrip("/")
-    copies = [copied(file) for file in find_files(f"{url}/*.txt", ())]
+    copies = [copied(file) for file in find_files(f"{url}/*.txt")]
     try:
-        shards = find_files(f"{url}/*.tar", ())
+        shards = find_files(f"{url}/*.tar")
     except DataError:
-        shards = find_files(f"{url}/test/*.tar", ())
+        shards = find_files(f"{url}/test/*.tar")
     folder = user_cache() / "zero_shot" / hashlib.sha256(" ".join(map(str, copies)).encode()).hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
     for copy in copies:

@@ -109,6 +109,8 @@ class TrainLoader:
             else:
                 start = self._needed_from()
                 self._cache = ShardCache(shard_cache, shard_cache_bytes, shards, order.shards_from, start)
+        elif shard_cache is not None:
+            raise DataError("--shard-cache has no effect without URLs of tar shards in --train-data; leave it out")
         self._batches = map_in_workers(
             functools.partial(_load_train, order, reader, micro_batch_size, rank, world_size),
             _schedule(samples_consumed, self.samples_per_step, micro_batches_per_step, reread_from, self._parts),

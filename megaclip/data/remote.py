@@ -71,7 +71,7 @@ class RemoteFile:
         """Last part of the path, without secrets."""
         return str(self).rpartition("/")[2]
 
-    @property
+    @functools.cached_property
     def cache_name(self) -> str:
         """File name of a local copy of this version."""
         return hashlib.sha256(f"{self} {self.size} {self.version}".encode()).hexdigest()[:32]
@@ -174,28 +174,35 @@ def look_up(url: str, *, fresh: bool = True) -> RemoteFile:
     return RemoteFile(url, int(info["size"]), version.strip('"'))
 
 
-def find_files(spec: str, suffixes: Sequence[str]) -> list[RemoteFile]:
-    """Return the files of a URL with braces or a glob, or the files of one kind in a folder.
-
-    suffixes: ends of the names in a folder; the first one that it has is the kind.
-    The files are in the order of the braces; the matches of a glob are sorted. Raises DataError if one is missing.
-    """
-    _open(spec)  # raises the error of a backend that is not installed
-    urls = []
-    for url in expand_braces(spec):
-        if "." not in public(url).partition("://")[2].partition("/")[2].rpartition("/")[2]:  # a folder
-            listed = _glob(url.rstrip("/") + "/*")
-            by_suffix = ([name for name in listed if public(name).lower().endswith(end)] for end in suffixes)
-            urls += next(filter(None, by_suffix), [])
-        elif any(character in public(url) for character in "*[?"):  # without the query of a web server
-            urls += _glob(url)
-        else:
-            urls.append(url)
-    if not urls:
-        raise DataError(f"data {public(spec)!r}: no file matches") from FileNotFoundError()
+def look_up_all(urls: Sequence[str]) -> list[RemoteFile]:
+    """Return the files of many URLs, in this order. Raises DataError if one is missing."""
     _list_folders(urls)
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(functools.partial(look_up, fresh=False), urls))
+
+
+def find_files(spec: str) -> list[RemoteFile]:
+    """Return the files of a URL with braces or a glob, in the order of the braces; matches of a glob are sorted.
+
+    Raises DataError if one is missing.
+    """
+    _open(spec)[0].invalidate_cache()  # of listings
+    urls = []
+    for url in expand_braces(spec):
+        has_glob = any(character in public(url) for character in "*[?")  # without the query of a web server
+        urls += _glob(url) if has_glob else [url]
+    if not urls:
+        raise DataError(f"data {public(spec)!r}: no file matches") from FileNotFoundError()
+    return look_up_all(urls)
+
+
+def files_in(spec: str) -> list[str] | None:
+    """Return the sorted URLs of the files in a folder, or None if a URL names files. Raises DataError."""
+    url = public(spec)
+    if "." in url.partition("://")[2].partition("/")[2].rpartition("/")[2]:
+        return None
+    _open(spec)[0].invalidate_cache()
+    return [name for name in _glob(url.rstrip("/") + "/*") if "." in name.rpartition("/")[2][1:]]
 
 
 def copied(file: RemoteFile) -> Path:
@@ -242,7 +249,13 @@ def _open(url: str) -> tuple[Any, str]:
 
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
             options["client_kwargs"] = {"timeout": timeout}
-        return fsspec.core.url_to_fs(url, **options)
+        if scheme == "s3":  # `retried` counts the attempts
+            config = {"connect_timeout": _SILENCE_S, "read_timeout": _SILENCE_S, "retries": {"total_max_attempts": 1}}
+            options["config_kwargs"] = config
+        system, path = fsspec.core.url_to_fs(url, **options)
+        if scheme == "s3":
+            system.retries = 1
+        return system, path
     except ImportError:
         raise DataError(
             f"{scheme}:// requires the package {backend}, which is not installed; pip install 'megaclip[{extra}]'"

@@ -10,7 +10,7 @@ Every rank starts such a process. The one that gets the lock on the folder works
 from __future__ import annotations
 
 import concurrent.futures
-import errno
+import hashlib
 import os
 import shutil
 import time
@@ -23,6 +23,7 @@ from filelock import FileLock, Timeout
 from megaclip.data.forking import CheckedForkContext
 from megaclip.data.remote import RemoteFile, download
 from megaclip.errors import DataError
+from megaclip.files import write_atomically
 from megaclip.logging import get_logger
 
 SUFFIX = ".shard"
@@ -125,6 +126,8 @@ class _Fetcher:
     ) -> None:
         self._folder, self._limit, self._files = folder, limit, files
         self._shards_from, self._position, self._parent = shards_from, position, parent
+        self._names = {shard: file.cache_name + SUFFIX for shard, file in files.items()}
+        self._lock = FileLock(folder / "lock", fallback_to_soft=False)  # released when it is deleted
         self._running: dict[concurrent.futures.Future, int] = {}
         self._failed: dict[int, float] = {}
         """Shard that could not be downloaded -> when it is tried again."""
@@ -132,24 +135,40 @@ class _Fetcher:
 
     def run(self) -> None:
         """Download and delete shards until the parent process has ended."""
-        lock = FileLock(self._folder / "lock", fallback_to_soft=False)
-        while True:
-            self._end_with_parent()
-            try:
-                lock.acquire(timeout=0)
-                break
-            except Timeout:
-                time.sleep(_POLL_S)
+        self._wait_for_lock()
         for left in self._folder.glob(f".*{SUFFIX}.*.tmp"):  # of a process that was killed
             left.unlink(missing_ok=True)
         with concurrent.futures.ThreadPoolExecutor(_DOWNLOADS) as pool:
             while True:
-                self._end_with_parent()
+                began = time.monotonic()
                 self._update(pool)
+                pause = max(_POLL_S, 5 * (time.monotonic() - began))  # an update of very many shards takes longer
                 if self._running:
-                    concurrent.futures.wait(self._running, _POLL_S, concurrent.futures.FIRST_COMPLETED)
+                    concurrent.futures.wait(self._running, pause, concurrent.futures.FIRST_COMPLETED)
                 else:
-                    time.sleep(_POLL_S)
+                    time.sleep(pause)
+                self._end_with_parent()
+
+    def _wait_for_lock(self) -> None:
+        """Take the lock on the folder. Warn if a run on other shards has it."""
+        holder = self._folder / "holder"
+        run = hashlib.sha256(" ".join(self._names.values()).encode()).hexdigest()
+        while True:
+            try:
+                self._lock.acquire(timeout=0)
+                break
+            except Timeout:
+                time.sleep(_POLL_S)
+                self._end_with_parent()
+            if not self._has_warned and holder.exists() and holder.read_text() != run:
+                self._has_warned = True
+                _logger.warning(
+                    "--shard-cache %s is used by a run on other data, and samples of this run are read one by one "
+                    "until it ends; give each run its own folder",
+                    self._folder,
+                )
+        self._has_warned = False
+        write_atomically(holder, run)
 
     def _end_with_parent(self) -> None:
         if os.getppid() != self._parent:
@@ -157,50 +176,51 @@ class _Fetcher:
 
     def _update(self, pool: concurrent.futures.Executor) -> None:
         """Collect finished downloads, delete the files that are not needed next, and start downloads."""
+        now = time.monotonic()
         for future in [future for future in self._running if future.done()]:
             shard = self._running.pop(future)
             if error := future.exception():
-                self._failed[shard] = time.monotonic() + _AFTER_ERROR_S
-                reason = error.strerror if isinstance(error, OSError) and error.errno == errno.ENOSPC else error
-                _logger.warning("shard cache %s: %s is not in the cache: %s", self._folder, self._files[shard], reason)
+                self._failed[shard] = now + _AFTER_ERROR_S
+                reason = error.strerror if isinstance(error, OSError) else error
+                _logger.warning("shard cache %s: %s is not in it: %s", self._folder, self._files[shard], reason)
         wanted = self._wanted()
-        names = {self._files[shard].cache_name + SUFFIX: shard for shard in wanted}
-        present = set[str]()
-        for path in self._folder.glob(f"*{SUFFIX}"):
-            if path.name in names:
-                present.add(path.name)
-            elif path.suffix == SUFFIX and not path.name.startswith("."):
-                path.unlink(missing_ok=True)
-        now, running = time.monotonic(), set(self._running.values())
-        for name, shard in names.items():
+        names = {self._names[shard] for shard in wanted}
+        present = {entry.name for entry in os.scandir(self._folder) if entry.name.endswith(SUFFIX)}
+        for name in present - names:
+            (self._folder / name).unlink(missing_ok=True)
+        running = set(self._running.values())
+        for shard in wanted:
             if len(self._running) >= _DOWNLOADS:
                 return
+            name = self._names[shard]
             if name not in present and shard not in running and self._failed.get(shard, 0.0) <= now:
                 self._running[pool.submit(download, self._files[shard], self._folder / name)] = shard
 
     def _wanted(self) -> list[int]:
-        """Return the shards that are needed next, in the order of their use, as many as fit."""
+        """Return the shards that are needed next, in the order of their use, as many as fit.
+
+        Downloads that are no longer among them still take their room.
+        """
         chosen = dict.fromkeys(self._running.values())
         room = self._limit - sum(self._files[shard].size for shard in chosen)
         here, seen = self._position.value, set[int]()
         for begin, shard in self._shards_from(here):
-            if shard in seen:
+            if shard in seen or shard not in self._files:
                 continue
             seen.add(shard)
-            if (file := self._files.get(shard)) is not None and shard not in chosen:
-                if file.size > room:
-                    if begin <= here and not self._has_warned:
-                        self._has_warned = True
-                        _logger.warning(
-                            "--shard-cache-gb: %.3f GB cannot hold the shards of one window of samples; samples of the "
-                            "others are read one by one; set a larger limit",
-                            self._limit / 1e9,
-                        )
-                    if file.size > self._limit:
-                        continue  # and the shards after it may fit
+            if shard not in chosen and (size := self._files[shard].size) > room:
+                if begin <= here and not self._has_warned:
+                    self._has_warned = True
+                    _logger.warning(
+                        "--shard-cache-gb: %.3f GB do not hold the shards of a window of samples; samples of the "
+                        "others are read one by one; set a larger limit",
+                        self._limit / 1e9,
+                    )
+                if size <= self._limit:
                     break
+            elif shard not in chosen:
                 chosen[shard] = None
-                room -= file.size
-            if len(seen) >= len(self._files) and self._files.keys() <= seen:
+                room -= size
+            if len(seen) == len(self._files):
                 break
         return list(chosen)

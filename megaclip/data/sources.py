@@ -24,7 +24,7 @@ from megaclip.data.image_folder import ImageFolder, walk_folder
 from megaclip.data.images import IMAGE_EXTENSIONS, is_image_name
 from megaclip.data.order import MixtureOrder, SampleOrder, block_quotas, mixture_batches
 from megaclip.data.patterns import expand_pattern, refuse_special_files
-from megaclip.data.remote import RemoteFile, copied, find_files, is_remote
+from megaclip.data.remote import RemoteFile, copied, files_in, find_files, is_remote, look_up_all
 from megaclip.data.shard_cache import RemoteShards
 from megaclip.data.source import BESIDE, Account, ReadingOptions, Source
 from megaclip.data.tables import METADATA_FILES, TABLE_TYPES, Table, open_table
@@ -224,9 +224,25 @@ def open_pairs(
 def data_files(spec: str) -> Sequence[str | RemoteFile]:
     """Return the files that a path or URL with braces or a glob names. Raises DataError if one is missing.
 
-    A local folder is returned as it is. For the URL of a folder, the files of the first known type are returned.
+    A local folder is returned as it is.
     """
-    return find_files(spec, tuple(_TYPE_OF_SUFFIX)) if is_remote(spec) else expand_pattern(spec)
+    return _remote_files(spec, "auto")[0] if is_remote(spec) else expand_pattern(spec)
+
+
+def _remote_files(spec: str, kind: str) -> tuple[list[RemoteFile], list[str]]:
+    """Return the files that a URL names, or those of one type in its folder, and the other files of the folder.
+
+    kind: the type, or "auto" for the first known one.
+    """
+    listed = files_in(spec)
+    if listed is None:
+        return find_files(spec), []
+    by_type = ([url for url in listed if _type_of(url) == type_] for type_ in _TYPE_OF_SUFFIX.values())
+    chosen = next((urls for urls in by_type if urls and kind in ("auto", _type_of(urls[0]))), [])
+    if not chosen:
+        wanted = "a known type" if kind == "auto" else f"type {kind}"
+        raise DataError(f"data {public(spec)!r}: the folder has no files of {wanted}, or cannot be listed")
+    return look_up_all(chosen), sorted({*listed} - {*chosen})
 
 
 def check_manifest(saved: dict[str, Any], current: dict[str, Any]) -> None:
@@ -280,9 +296,10 @@ def _open_readable(spec: str, options: ReadingOptions) -> Source:
 def _open_source(spec: str, options: ReadingOptions) -> Source:
     if (spec.startswith("hf:") and not is_remote(spec)) or options.dataset_type == "hub":
         return open_table([spec.removeprefix("hf:")], "hub", options)
-    found = data_files(spec)
-    spec, paths, files = public(spec), list(map(str, found)), [file for file in found if isinstance(file, RemoteFile)]
-    kind, beside = options.dataset_type, list[str]()
+    kind, files, beside = options.dataset_type, list[RemoteFile](), list[str]()
+    if is_remote(spec):
+        files, beside = _remote_files(spec, kind)
+    spec, paths = public(spec), list(map(str, files)) or expand_pattern(spec)
     if len(paths) == 1 and os.path.isdir(paths[0]):
         kind, paths, beside = _look_into(paths[0], kind)
     else:

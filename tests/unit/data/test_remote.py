@@ -1,7 +1,6 @@
 """Remote data: the same samples in the same order as local ones, through faults, from a cache of bounded size."""
 
 import functools
-import shutil
 import threading
 import time
 
@@ -14,6 +13,7 @@ import torch
 from megaclip.data import ImageTransform, TrainLoader, check_manifest, open_labelled, open_pairs, remote
 from megaclip.data.order import MixtureOrder, SampleOrder, mixture_batches
 from megaclip.data.shard_cache import SUFFIX
+from megaclip.data.source import BESIDE
 from megaclip.errors import DataError, public
 from tests.unit.data.data_samples import CountingTokenizer, pair_members, picture, write_shards, write_tar
 from tests.unit.data.web_server import serving
@@ -67,6 +67,13 @@ def test_urls_braces_globs_and_folders_give_the_samples_of_local_files(server):
         (source,) = dataset.manifest()["sources"]
         versions = source.pop("versions")
         assert source == described and list(versions) == [f"{server.url}/{n:05d}.tar" for n in range(SHARDS)]
+
+
+def test_other_files_of_a_folder_are_counted(server):
+    pq.write_table(pa.table({"caption": ["a"]}), server.folder / "00000.parquet")
+    (server.folder / "00000_stats.json").write_text("{}")
+    (account,) = open_pairs([server.url]).accounts
+    assert account.left_out[BESIDE][0] == 2 and account.in_samples == 2 * SHARDS * SIZE
 
 
 def test_the_index_is_made_once_by_few_requests(server):
@@ -164,7 +171,8 @@ def test_the_cache_stays_within_its_limit_and_serves_later_passes(server, tmp_pa
     def watch():
         while not stop.wait(0.002):
             files = folder.glob("*") if folder.exists() else ()
-            sizes = [shutil.os.stat(path).st_blocks * 512 for path in files if path.name != "lock" and path.exists()]
+            shards = [path for path in files if path.name not in ("lock", "holder")]
+            sizes = [path.stat().st_blocks * 512 for path in shards if path.exists()]
             largest[0] = max(largest[0], sum(sizes))
 
     watcher = threading.Thread(target=watch)
@@ -207,6 +215,40 @@ def test_a_cache_of_all_shards_reads_each_once(server, tmp_path):
         next(running)
     running.close()
     assert server.requests.total() == before
+
+
+def test_the_ranks_of_a_host_share_a_cache_and_replace_a_dead_fetcher(server, tmp_path):
+    dataset, folder = open_pairs([pattern(server.url)]), tmp_path / "shard_cache"
+
+    def rank(number):
+        settings = {"micro_batch_size": 4, "seed": 3, "rank": number, "world_size": 2}
+        return TrainLoader(dataset, ImageTransform(8), CountingTokenizer(), shard_cache=folder, **settings)
+
+    def wait_for_all_shards():
+        deadline = time.monotonic() + 60
+        while len(list(folder.glob(f"*{SUFFIX}"))) < SHARDS:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    ranks = [rank(0), rank(1)]
+    try:
+        wait_for_all_shards()
+        downloads = server.requests.total()
+        assert downloads == 4 * SHARDS  # look-up and index, then one download with its check
+        (folder / f".left{SUFFIX}.0.tmp").write_bytes(b"")
+        ranks[0].close()
+        for path in folder.glob(f"*{SUFFIX}"):
+            path.unlink()
+        wait_for_all_shards()
+        assert not list(folder.glob(".*"))
+    finally:
+        for one in ranks:
+            one.close()
+
+
+def test_a_cache_without_remote_shards_is_refused(server, tmp_path):
+    with pytest.raises(DataError, match="--shard-cache has no effect"):
+        steps(open_pairs([pattern(server.folder)]), 1, shard_cache=tmp_path / "shard_cache")
 
 
 @pytest.mark.parametrize("shard_order", ["shuffled", "sequential"])
