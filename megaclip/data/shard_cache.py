@@ -127,7 +127,6 @@ class _Fetcher:
         self._folder, self._limit, self._files = folder, limit, files
         self._shards_from, self._position, self._parent = shards_from, position, parent
         self._names = {shard: file.cache_name + SUFFIX for shard, file in files.items()}
-        self._lock = FileLock(folder / "lock", fallback_to_soft=False)  # released when it is deleted
         self._running: dict[concurrent.futures.Future, int] = {}
         self._failed: dict[int, float] = {}
         """Shard that could not be downloaded -> when it is tried again."""
@@ -151,7 +150,8 @@ class _Fetcher:
 
     def _wait_for_lock(self) -> None:
         """Take the lock on the folder. Warn if a run on other shards has it."""
-        holder = self._folder / "holder"
+        # Made here, in the forked process, and kept: a deleted lock is released.
+        self._lock, holder = FileLock(self._folder / "lock", fallback_to_soft=False), self._folder / "holder"
         run = hashlib.sha256(" ".join(self._names.values()).encode()).hexdigest()
         while True:
             try:
