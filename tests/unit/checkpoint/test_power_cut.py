@@ -33,6 +33,8 @@ class Disk:
         self._content: dict[int, bytes] = {}
         self._names: dict[int, dict[str, int]] = {}
         self._is_folder: dict[int, bool] = {}
+        self._held: dict[int, int] = {}
+        """Descriptors by inode: the number of a deleted file or folder must not be that of a new one."""
         for path in (root, *root.rglob("*")):  # what exists at the start is permanent
             self._keep(path)
         fsync = os.fsync
@@ -45,6 +47,10 @@ class Disk:
         patch.setattr(os, "fsync", recorded)
         for module, name in ((os, "replace"), (Path, "open"), (Path, "mkdir"), (shutil, "rmtree"), (Path, "unlink")):
             patch.setattr(module, name, self._counted(getattr(module, name)))
+
+    def __del__(self) -> None:
+        for descriptor in self._held.values():
+            os.close(descriptor)
 
     def _counted(self, original: Any) -> Any:
         def operation(*arguments: Any, **options: Any) -> Any:
@@ -60,9 +66,13 @@ class Disk:
 
     def _keep(self, path: Path) -> None:
         status = os.stat(path)
+        if status.st_ino not in self._held:
+            self._held[status.st_ino] = os.open(path, os.O_PATH)
         self._is_folder[status.st_ino] = stat.S_ISDIR(status.st_mode)
         if self._is_folder[status.st_ino]:
-            self._names[status.st_ino] = {entry.name: entry.inode() for entry in os.scandir(path)}
+            entries = list(os.scandir(path))
+            self._names[status.st_ino] = {entry.name: entry.inode() for entry in entries}
+            self._is_folder |= {entry.inode(): entry.is_dir() for entry in entries}
         else:
             with open(path, "rb") as stream:
                 self._content[status.st_ino] = stream.read()

@@ -146,7 +146,7 @@ def test_the_loss_exchanges_features_as_the_plan_of_its_run(plan_of_run, monkeyp
 def test_images_are_kept_where_the_plan_puts_them(plan_of_run, lock_image: bool) -> None:
     """A locked tower reads each image once."""
     found = []
-    for host_memory, disk in (("100GiB", "1GiB"), ("60GiB", "1TiB"), ("60GiB", "1GiB")):
+    for host_memory, disk in (("100GiB", "1GiB"), ("57GiB", "1TiB"), ("57GiB", "1GiB")):
         machine = describe(gpus=8, host_memory=host_memory, disk=disk)
         run, planned = plan_of_run(machine, lock_image=lock_image)
         assert run.image_place == planned.image_place
@@ -158,9 +158,9 @@ def test_images_are_kept_where_the_plan_puts_them(plan_of_run, lock_image: bool)
 def test_images_go_to_disk_if_the_rest_of_the_run_needs_the_memory(plan_of_run) -> None:
     """The decision must count everything that the run keeps in host memory.
 
-    The images alone take 4.6 GiB, which would fit into 80 % of 60 GiB.
+    The images alone take 4.6 GiB, which would fit into 80 % of 57 GiB.
     """
-    machine = describe(gpus=8, host_memory="60GiB")
+    machine = describe(gpus=8, host_memory="57GiB")
     run, _ = plan_of_run(machine)
     assert run.image_place == ImagePlace("disk", True)
     assert run.cpu_peak < machine.usable_host_memory < run.cpu_peak + run.disk["step store"]
