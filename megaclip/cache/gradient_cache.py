@@ -166,7 +166,8 @@ class GradientCache:
         ]
         number = self._kept.number([source.elements() for source in sources])
         if self._kept.measures:
-            number = min(least for (least,) in gather_integers([number], group=self._group))
+            numbers, elements = zip(*gather_integers([number, self._kept.elements], group=self._group), strict=True)
+            number, self._kept.elements = min(numbers), max(elements)
         for source in sources:
             source.kept = source.count if source.is_whole else min(number, source.count)
             number -= 0 if source.is_whole else source.kept

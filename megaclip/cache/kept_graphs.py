@@ -39,7 +39,8 @@ class KeptGraphs:
         self.measures = keep == "auto" and torch.cuda.is_available()
         self._steps = 0
         self._budget = 0.0
-        self._elements = 0
+        self.elements = 0
+        """Elements of this step: the most of all ranks, because the slowest rank decides how long a step takes."""
         self._began = 0.0
         self._without_graphs = 0.0
         """Seconds per element of a step that keeps no graph."""
@@ -55,7 +56,7 @@ class KeptGraphs:
         if not self.measures:
             return self._number
         self._steps += 1
-        self._elements = max(1, sum(map(sum, elements)))  # 0 if no encoder is divided
+        self.elements = max(1, sum(map(sum, elements)))  # 0 if no encoder is divided
         if self._is_timed:
             torch.cuda.synchronize()
             self._began = time.perf_counter()
@@ -82,7 +83,7 @@ class KeptGraphs:
         if not self._is_timed:
             return
         torch.cuda.synchronize()
-        duration_s = (time.perf_counter() - self._began) / self._elements
+        duration_s = (time.perf_counter() - self._began) / self.elements
         if self._steps == MEASURED_STEPS:
             self._without_graphs = duration_s
         elif duration_s > self._without_graphs:

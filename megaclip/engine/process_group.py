@@ -260,10 +260,11 @@ def end_spare_ranks(exit_code: int) -> None:
     spare = int(os.environ.get(_SPARE_RANKS, "0"))
     if not spare or rank_from_environment() != 0 or not torch.distributed.is_initialized():
         return
-    store, deadline = connect(_READ_LIMIT_S), time.monotonic() + _READ_LIMIT_S
-    store.set(_EXIT_CODE, str(exit_code))
-    while store.add(_HAVE_READ, 0) < spare and time.monotonic() < deadline:
-        time.sleep(0.05)  # the store ends with this process
+    with contextlib.suppress(DistError, MegaclipError):  # the run has ended, whether the store can be reached or not
+        store, deadline = connect(_READ_LIMIT_S), time.monotonic() + _READ_LIMIT_S
+        store.set(_EXIT_CODE, str(exit_code))
+        while store.add(_HAVE_READ, 0) < spare and time.monotonic() < deadline:
+            time.sleep(0.05)  # the store ends with this process
 
 
 def usable_ranks(config: TrainingConfig, ranks: int) -> int:

@@ -95,6 +95,11 @@ def resume(trainer: Trainer, identity: dict[str, Any], checkpoints: Path) -> tup
             _check_length(state, identity, arguments, loss)
         except MegaclipError:
             raise
+        except OSError as error:  # on a host that does not see the whole checkpoint
+            raise CheckpointError(
+                f"cannot read {search.STATE} of {str(found[0] / found[1])!r}: {first_line(error)}; copy the whole "
+                "checkpoint to every host, or choose another one"
+            ) from None
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{str(found[0] / found[1])!r} has a {search.STATE} that MegaCLIP did not write ({first_line(error)}); "

@@ -125,6 +125,16 @@ def test_any_content_of_state_json_ends_in_one_readable_error(monkeypatch, key):
 CONST = ("--lr-scheduler", "const")
 
 
+def test_a_host_that_cannot_read_the_state_gets_one_readable_error(monkeypatch):
+    class Unreadable:
+        def keys(self) -> Any:
+            raise FileNotFoundError("no state.json")
+
+    with pytest.raises(CheckpointError, match="cannot read state.json of .* no state.json; copy the whole checkpoint"):
+        load(monkeypatch, Unreadable())  # type: ignore[arg-type]
+
+
+
 @pytest.mark.parametrize(
     ("was", "flags", "loss_setting", "refused_for"),
     [
