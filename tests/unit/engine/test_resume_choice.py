@@ -130,9 +130,10 @@ def test_a_host_that_cannot_read_the_state_gets_one_readable_error(monkeypatch):
         def keys(self) -> Any:
             raise FileNotFoundError("no state.json")
 
-    with pytest.raises(CheckpointError, match="cannot read state.json of .* no state.json; copy the whole checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot read state\.json of .* no state\.json; copy the whole checkpoint"
+    ):
         load(monkeypatch, Unreadable())  # type: ignore[arg-type]
-
 
 
 @pytest.mark.parametrize(
