@@ -63,7 +63,6 @@ class RunLock:
             BusyError: another run holds it. The message names its host, its process and its start.
             OSError: the folder cannot be written to.
         """
-        _delete_empty(self._folder / _LEASE)
         try:
             self._lease.acquire(timeout=2 * SILENCE_S, poll_interval=0.2, cancel_check=self._other_is_alive())
         except Timeout:
@@ -83,6 +82,7 @@ class RunLock:
         first: list[tuple[int, int] | None] = []
 
         def is_alive() -> bool:
+            _delete_empty(self._folder / _LEASE)
             holder = self._holder()
             if not first and holder.get("host") != self._record["host"]:
                 text = "%s was locked by process %s on host %s; waiting up to %.0f s for its next heartbeat"
@@ -128,13 +128,13 @@ class RunLock:
 
 
 def _delete_empty(lease: Path) -> None:
-    """Delete a lease that has been empty for long, which a power cut leaves and filelock takes for that of a live run.
+    """Delete a lease that stays empty, which a power cut leaves, and which filelock takes for that of a live run.
 
     A lease is also empty for the moment between its creation and its first line.
     """
     try:
         status = lease.stat()
-        if status.st_size == 0 and time.time() - status.st_mtime > SILENCE_S:
+        if status.st_size == 0 and time.time() - status.st_mtime > HEARTBEAT_S:
             lease.unlink()
     except FileNotFoundError:
         pass

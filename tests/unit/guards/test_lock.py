@@ -113,11 +113,15 @@ def test_damaged_files_do_not_block_their_folder(tmp_path, content):
     lock.release()
 
 
-def test_a_lock_that_another_run_has_created_and_not_yet_written_is_not_deleted(tmp_path):
+def test_an_empty_lock_is_deleted_only_when_it_is_older_than_a_heartbeat(tmp_path, monkeypatch):
+    """It is empty after a power cut, and also for the moment in which another run creates it."""
     (tmp_path / ".lock").touch()
-    with pytest.raises(ConfigError, match="is in use by another run"):
-        RunLock(tmp_path).take()
-    assert (tmp_path / ".lock").exists()
+    began = time.monotonic()
+    monkeypatch.setattr(run_lock, "HEARTBEAT_S", 1.5)
+    lock = RunLock(tmp_path)
+    lock.take()
+    assert 1.4 < time.monotonic() - began < run_lock.SILENCE_S
+    lock.release()
 
 
 def test_of_runs_that_start_at_the_same_moment_one_gets_the_lock(tmp_path):
