@@ -81,8 +81,10 @@ def test_losses_equal_those_of_one_rank(runs, name, steps):
     folder, _ = runs
     for scalar in ("loss", "gradient_norm", "logit_scale"):
         found, expected = (scalars(folder / run)[f"train/{scalar}"] for run in (name, "serial"))
+        # The norm falls from 65 to 5, and its rounding errors do not: the gradients of the samples cancel each other.
+        size = expected[1] if scalar == "gradient_norm" else None
         for step in steps:
-            assert_close(found[step], expected[step], RUN[scalar], f"{scalar} of step {step}")
+            assert_close(found[step], expected[step], RUN[scalar], f"{scalar} of step {step}", size=size)
 
 
 @pytest.mark.parametrize("name", ["split", "size 2"])
