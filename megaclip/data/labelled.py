@@ -22,7 +22,7 @@ from megaclip.data.image_folder import reason_to_leave_out, walk_folder
 from megaclip.data.remote import RemoteFile, copied, find_files, is_remote, user_cache
 from megaclip.data.source import UNREADABLE, Account, read_file
 from megaclip.data.tar_shards import TarShards
-from megaclip.errors import DataError, os_reason
+from megaclip.errors import DataError, os_reason, public
 from megaclip.files import replacing
 from megaclip.logging import get_logger
 
@@ -133,7 +133,7 @@ def open_labelled(path: str | Path, *, max_bad_fraction: float | None = None) ->
     except OSError as error:
         raise DataError(f"cannot read zero-shot data {str(path)!r}: {os_reason(error)}") from error
     _warn_of_equal_names(folder, dataset.class_names)
-    dataset.account.report(f"zero-shot data {str(path)!r}", len(dataset), max_bad_fraction)
+    dataset.account.report(f"zero-shot data {public(str(path))!r}", len(dataset), max_bad_fraction)
     return dataset
 
 
