@@ -122,7 +122,7 @@ def _index_folders(root: Path, *, is_remote: bool) -> list[Path]:
     beside = [] if is_remote else [root / INDEX_FOLDER]
     try:
         return [*beside, user_cache() / place]
-    except RuntimeError:  # a user without a home folder
+    except OSError:  # a user without a home folder
         return beside
 
 

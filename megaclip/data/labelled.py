@@ -121,17 +121,17 @@ def open_labelled(path: str | Path, *, max_bad_fraction: float | None = None) ->
     """
     folder = Path(path).expanduser()
     shards: list[RemoteFile] | None = None
-    if is_remote(path):
-        folder, shards = _copied_texts(str(path))
-    elif not folder.is_dir():
+    if not is_remote(path) and not folder.is_dir():
         raise DataError(
             f"zero-shot data {str(path)!r} is not a folder; expected a folder in CLIP_benchmark's layout, or one with "
             "an image folder per class"
         )
     try:
+        if is_remote(path):
+            folder, shards = _copied_texts(str(path))
         dataset = _open_folder(folder, shards)
     except OSError as error:
-        raise DataError(f"cannot read zero-shot data {str(path)!r}: {os_reason(error)}") from error
+        raise DataError(f"cannot read zero-shot data {public(str(path))!r}: {os_reason(error)}") from error
     _warn_of_equal_names(folder, dataset.class_names)
     dataset.account.report(f"zero-shot data {public(str(path))!r}", len(dataset), max_bad_fraction)
     return dataset
@@ -159,7 +159,9 @@ def _copied_texts(url: str) -> tuple[Path, list[RemoteFile]]:
     copies = [copied(file) for file in find_files(f"{url}/*.txt")]
     try:
         shards = find_files(f"{url}/*.tar")
-    except DataError:
+    except DataError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
         shards = find_files(f"{url}/test/*.tar")
     folder = user_cache() / "zero_shot" / hashlib.sha256(" ".join(map(str, copies)).encode()).hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)

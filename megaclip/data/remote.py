@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import fsspec
 
 from megaclip.data.patterns import expand_braces
-from megaclip.errors import DataError, first_line, public
+from megaclip.errors import DataError, first_line, os_reason, public
 from megaclip.files import replacing
 
 SCHEMES = {
@@ -178,7 +178,13 @@ def look_up_all(urls: Sequence[str]) -> list[RemoteFile]:
     """Return the files of many URLs, in this order. Raises DataError if one is missing."""
     _list_folders(urls)
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(functools.partial(look_up, fresh=False), urls))
+        files = list(pool.map(functools.partial(look_up, fresh=False), urls))
+    if unknown := next((file for file in files if _is_http(file.url) and "?" in file.url and not file.version), None):
+        raise DataError(
+            f"{unknown} has a query, and its server sends neither an ETag nor a date, so two such files cannot be told "
+            "apart; copy the data elsewhere"
+        )
+    return files
 
 
 def find_files(spec: str) -> list[RemoteFile]:
@@ -202,24 +208,25 @@ def files_in(spec: str) -> list[str] | None:
     if "." in url.partition("://")[2].partition("/")[2].rpartition("/")[2]:
         return None
     _open(spec)[0].invalidate_cache()
-    return [name for name in _glob(url.rstrip("/") + "/*") if "." in name.rpartition("/")[2][1:]]
+    place = spec.partition("?")[0] if _is_http(spec) else spec  # with its user name and password
+    return [name for name in _glob(place.rstrip("/") + "/*") if "." in name.rpartition("/")[2][1:]]
 
 
 def copied(file: RemoteFile) -> Path:
     """Return a copy of the whole file in the user's cache. Only the first call downloads it. Raises DataError."""
-    path = user_cache() / "files" / file.cache_name / file.name
     try:
-        if not path.exists():
+        path = user_cache() / "files" / file.cache_name / file.name
+        if not path.exists() or path.stat().st_size != file.size:
             path.parent.mkdir(parents=True, exist_ok=True)
             download(file, path)
     except OSError as error:
-        raise DataError(f"cannot copy {file} to {path}: {error.strerror or error}") from error
+        raise DataError(f"cannot copy {file} to the user's cache: {os_reason(error)}") from error
     return path
 
 
 def download(file: RemoteFile, path: Path) -> None:
-    """Copy a file. A reader of `path` sees the whole file or none. Raises DataError or OSError."""
-    with replacing(path, durable=False) as unfinished:
+    """Copy a file. `path` is the whole file or none, also after a power cut. Raises DataError or OSError."""
+    with replacing(path) as unfinished:
         with unfinished.open("wb") as stream:
             for start in range(0, file.size, BLOCK_BYTES):
                 stream.write(file.read(start, min(start + BLOCK_BYTES, file.size)))
@@ -227,8 +234,11 @@ def download(file: RemoteFile, path: Path) -> None:
 
 
 def user_cache() -> Path:
-    """Return the folder of this package in the user's cache. Raises RuntimeError for a user without a home folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megaclip"
+    """Return the folder of this package in the user's cache. Raises OSError for a user without a home folder."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megaclip"
+    except RuntimeError:
+        raise OSError("there is no home folder; set XDG_CACHE_HOME to a writable folder") from None
 
 
 def _is_http(url: str) -> bool:

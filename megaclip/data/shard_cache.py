@@ -10,6 +10,7 @@ Every rank starts such a process. The one that gets the lock on the folder works
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import hashlib
 import os
 import shutil
@@ -22,7 +23,7 @@ from filelock import FileLock, Timeout
 
 from megaclip.data.forking import CheckedForkContext
 from megaclip.data.remote import RemoteFile, download
-from megaclip.errors import DataError
+from megaclip.errors import DataError, os_reason
 from megaclip.files import write_atomically
 from megaclip.logging import get_logger
 
@@ -62,7 +63,8 @@ class RemoteShards:
                 pass
             else:
                 try:
-                    return os.pread(descriptor, size, offset)
+                    if os.fstat(descriptor).st_size == file.size:
+                        return os.pread(descriptor, size, offset)
                 finally:
                     os.close(descriptor)
         held, start, content = self._held
@@ -135,12 +137,15 @@ class _Fetcher:
     def run(self) -> None:
         """Download and delete shards until the parent process has ended."""
         self._wait_for_lock()
-        for left in self._folder.glob(f".*{SUFFIX}.*.tmp"):  # of a process that was killed
-            left.unlink(missing_ok=True)
         with concurrent.futures.ThreadPoolExecutor(_DOWNLOADS) as pool:
             while True:
                 began = time.monotonic()
-                self._update(pool)
+                try:
+                    self._update(pool)
+                except OSError as error:  # tried again; workers read by range meanwhile
+                    if not self._has_warned:
+                        self._has_warned = True
+                        _logger.warning("shard cache %s: %s", self._folder, os_reason(error))
                 pause = max(_POLL_S, 5 * (time.monotonic() - began))  # an update of very many shards takes longer
                 if self._running:
                     concurrent.futures.wait(self._running, pause, concurrent.futures.FIRST_COMPLETED)
@@ -168,7 +173,10 @@ class _Fetcher:
                     self._folder,
                 )
         self._has_warned = False
-        write_atomically(holder, run)
+        for left in self._folder.glob(f".*{SUFFIX}.*.tmp"):  # of a process that was killed
+            left.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it serves a warning only, and a full disk has room when shards are deleted
+            write_atomically(holder, run)
 
     def _end_with_parent(self) -> None:
         if os.getppid() != self._parent:
@@ -184,9 +192,10 @@ class _Fetcher:
                 reason = error.strerror if isinstance(error, OSError) else error
                 _logger.warning("shard cache %s: %s is not in it: %s", self._folder, self._files[shard], reason)
         wanted = self._wanted()
-        names = {self._names[shard] for shard in wanted}
-        present = {entry.name for entry in os.scandir(self._folder) if entry.name.endswith(SUFFIX)}
-        for name in present - names:
+        found = {entry.name: entry.stat().st_size for entry in os.scandir(self._folder) if entry.name.endswith(SUFFIX)}
+        sizes = {self._names[shard]: self._files[shard].size for shard in wanted}
+        present = {name for name, size in found.items() if sizes.get(name) == size}  # others are not needed, or cut off
+        for name in found.keys() - present:
             (self._folder / name).unlink(missing_ok=True)
         running = set(self._running.values())
         for shard in wanted:

@@ -242,7 +242,7 @@ def _remote_files(spec: str, kind: str) -> tuple[list[RemoteFile], list[str]]:
     if not chosen:
         wanted = "a known type" if kind == "auto" else f"type {kind}"
         raise DataError(f"data {public(spec)!r}: the folder has no files of {wanted}, or cannot be listed")
-    return look_up_all(chosen), sorted({*listed} - {*chosen})
+    return look_up_all(chosen), sorted(map(public, {*listed} - {*chosen}))
 
 
 def check_manifest(saved: dict[str, Any], current: dict[str, Any]) -> None:
@@ -316,6 +316,8 @@ def _open_source(spec: str, options: ReadingOptions) -> Source:
         source = _open_metadata(paths[0], metadata, options)
     else:
         keys, extensions = CaptionKeys.parse(options.caption_key), _extensions(options.image_key)
+        if both := {*extensions} & {*keys.extensions}:
+            raise DataError(f"--image-key and --caption-key both name {', '.join(sorted(both))}; set different ones")
         if kind == "webdataset":
             source = TarShards(files or paths, image_extensions=extensions, caption_keys=keys)
         else:

@@ -111,7 +111,8 @@ def _convert(index: Path, paths: Sequence[str], options: ReadingOptions) -> dict
 def _rows(path: str, options: ReadingOptions, account: Account, columns: dict[str, str]) -> Iterator[_Row]:
     """Yield the rows of one file; set `columns` if it is empty. An empty file has no rows."""
     suffix = os.path.splitext(path)[1].lower()
-    if suffix in (".json", ".jsonl") or (options.dataset_type == "json" and suffix not in (".csv", ".tsv")):
+    is_json = suffix in (".json", ".jsonl") or (options.dataset_type == "json" and suffix not in (".csv", ".tsv"))
+    if is_json:
         records = iter(_records(path, account))
         first = list(itertools.islice(records, _RECORDS_CHECKED))
         names = list(dict.fromkeys(name for record in first for name in record))
@@ -120,6 +121,7 @@ def _rows(path: str, options: ReadingOptions, account: Account, columns: dict[st
         separator, names = _header(path)
         table = _csv_rows(path, separator, names, account)
     if not names:
+        yield from ((None, None, None) for _ in table if is_json)  # objects without fields
         return
     image = find_column(names, options.image_key, IMAGE_COLUMNS, "image", path)
     caption = find_column(names, options.caption_key, CAPTION_COLUMNS, "caption", path)

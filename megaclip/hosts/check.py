@@ -44,7 +44,7 @@ _ADVICE = {
     "accelerators": "leave out the host, or look for a failed GPU with nvidia-smi",
     "data": "mount the same data there",
 }
-"""What to do about a difference, by the first word of the property. For all others: install the same version."""
+"""Advice for a property that differs between hosts, by its first word. For other properties: install one version."""
 
 
 class Report(BaseModel):

@@ -16,8 +16,7 @@ time:
 * *General*: any scales. The kernel first takes the maxima of the tile's rows and columns. Rows and columns have
   separate exponentials.
 
-Masked entries (the diagonal, equal ids, and everything outside the block) are found tile by tile: `gaps` says how. They
-get the logit MASKED before the exponential.
+Masked entries (the diagonal, equal ids, and everything outside the block) get the logit MASKED before the exponential.
 It is a large negative *finite* number, because products such as exp(t) * t must give 0, not NaN.
 """
 

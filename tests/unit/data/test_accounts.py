@@ -255,3 +255,16 @@ def test_the_account_is_kept_in_the_index(tmp_path):
     seen = write_members(tmp_path / "0.tar", {"a.jpg": "jpeg", "a.txt": "text", "a.json": "page"}, ["b.jpg"], [])
     first, again = (TarShards([tmp_path / "0.tar"]).account for _ in range(2))
     assert dataclasses.asdict(first) == dataclasses.asdict(again) and first.seen == seen and first.lost == 1
+
+
+def test_an_extension_is_not_that_of_images_and_captions(tmp_path):
+    write_members(tmp_path / "0.tar", {"a.jpg": "jpeg", "a.txt": "text"}, [], [])
+    with pytest.raises(DataError, match="--image-key and --caption-key both name txt"):
+        open_pairs([str(tmp_path / "0.tar")], image_key="txt")
+
+
+def test_objects_without_fields_are_rows(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}\n{}\n")
+    (tmp_path / "b.jsonl").write_text('{"image": "x.jpg", "caption": "a cat"}\n' * 300)
+    dataset = open_pairs([str(tmp_path / "*.jsonl")])
+    assert len(dataset) == dataset.accounts[0].seen == 302

@@ -1,5 +1,6 @@
 """Remote data: the same samples in the same order as local ones, through faults, from a cache of bounded size."""
 
+import dataclasses
 import functools
 import threading
 import time
@@ -10,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from megaclip.data import ImageTransform, TrainLoader, check_manifest, open_labelled, open_pairs, remote
+from megaclip.data import ImageTransform, TrainLoader, check_manifest, open_labelled, open_pairs, remote, shard_cache
 from megaclip.data.order import MixtureOrder, SampleOrder, mixture_batches
 from megaclip.data.shard_cache import SUFFIX
 from megaclip.data.source import BESIDE
@@ -246,6 +247,33 @@ def test_the_ranks_of_a_host_share_a_cache_and_replace_a_dead_fetcher(server, tm
             one.close()
 
 
+def test_shards_that_a_power_cut_has_emptied_are_read_by_range_and_downloaded_again(server, tmp_path, monkeypatch):
+    dataset, folder = open_pairs([pattern(server.url)]), tmp_path / "shard_cache"
+    folder.mkdir()
+    cut = [folder / (file.cache_name + SUFFIX) for file in dataset.remote_shards(folder).values()]
+    for path in cut:
+        path.touch()
+    # The disk may be full at first: nothing that fails there may end the process.
+    monkeypatch.setattr(shard_cache, "write_atomically", failing)
+    loader = TrainLoader(
+        dataset, ImageTransform(8, training=True), CountingTokenizer(), micro_batch_size=8, seed=3,
+        shard_order="sequential", shard_cache=folder,
+    )  # fmt: skip
+    try:
+        found = [(batch.images, batch.tokens) for batch, _ in zip(loader, range(4), strict=False)]
+        deadline = time.monotonic() + 30
+        while not all(path.stat().st_size for path in cut):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        loader.close()
+    assert_same_steps(found, steps(open_pairs([pattern(server.folder)]), 4))
+
+
+def failing(*_):
+    raise OSError(28, "No space left on device")
+
+
 def test_a_cache_without_remote_shards_is_refused(server, tmp_path):
     with pytest.raises(DataError, match="--shard-cache has no effect"):
         steps(open_pairs([pattern(server.folder)]), 1, shard_cache=tmp_path / "shard_cache")
@@ -291,6 +319,47 @@ def test_tables_and_zero_shot_sets_are_read_by_url(tmp_path):
         assert there.manifest()["sources"] == local.manifest()["sources"]
         labelled = open_labelled(f"{server.url}/labelled")
         assert labelled.class_names == ["cat", "dog"] and labelled.read(3).image == picture(3)
+
+
+def test_an_emptied_copy_of_a_table_is_copied_again(tmp_path):
+    pq.write_table(pa.table({"image": [picture(0)], "caption": ["a cat"]}), tmp_path / "0.parquet")
+    with serving(tmp_path) as server:
+        path = remote.copied(remote.look_up(f"{server.url}/0.parquet"))
+        path.write_bytes(b"")
+        assert remote.copied(remote.look_up(f"{server.url}/0.parquet")).stat().st_size > 0
+
+
+def test_what_cannot_be_read_or_copied_is_one_error_with_its_cause(server, tmp_path, monkeypatch):
+    (server.folder / "classnames.txt").write_text("cat\n")
+    server.fault = lambda path, number: 403 if path.endswith(".tar") else None
+    with pytest.raises(DataError, match="403"):
+        open_labelled(server.url)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(server.folder / "00000.tar"))
+    with pytest.raises(DataError, match="Not a directory"):
+        open_labelled(server.url)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(remote.Path, "home", no_home)
+    with pytest.raises(DataError, match="no home folder; set XDG_CACHE_HOME"):
+        open_labelled(server.url)
+
+
+def no_home():
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_files_that_differ_in_their_query_only_need_a_version(server, monkeypatch):
+    look_up = remote.look_up
+    assert len(remote.find_files(server.url + "/00000.tar?f={1,2}")) == 2
+    monkeypatch.setattr(remote, "look_up", lambda *a, **b: dataclasses.replace(look_up(*a, **b), version=""))
+    with pytest.raises(DataError, match="cannot be told apart"):
+        remote.find_files(server.url + "/00000.tar?f={1,2}")
+
+
+def test_a_folder_is_listed_with_the_password_of_its_url(monkeypatch):
+    listed = []
+    monkeypatch.setattr(remote, "_glob", lambda url: listed.append(url) or [])
+    remote.files_in("https://user:pass@host/shards/?sig=1")
+    assert listed == ["https://user:pass@host/shards/*"]
 
 
 @pytest.mark.parametrize(
