@@ -133,7 +133,7 @@ def test_a_host_that_cannot_read_the_state_gets_one_readable_error(monkeypatch):
     with pytest.raises(
         CheckpointError, match=r"cannot read state\.json of .* no state\.json; copy the whole checkpoint"
     ):
-        load(monkeypatch, Unreadable())  # type: ignore[arg-type]
+        load(monkeypatch, Unreadable())  # type: ignore[arg-type]  # no dict, so that reading it raises
 
 
 @pytest.mark.parametrize(
