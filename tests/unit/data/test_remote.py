@@ -262,7 +262,7 @@ def test_shards_that_a_power_cut_has_emptied_are_read_by_range_and_downloaded_ag
     try:
         found = [(batch.images, batch.tokens) for batch, _ in zip(loader, range(4), strict=False)]
         deadline = time.monotonic() + 30
-        while not all(path.stat().st_size for path in cut):
+        while not all(path.exists() and path.stat().st_size for path in cut):  # deleted, then downloaded
             assert time.monotonic() < deadline
             time.sleep(0.02)
     finally:
