@@ -22,7 +22,8 @@ StateDict = dict[str, torch.Tensor]
 SCALARS = ("logit_scale", "logit_bias")
 """Names of the parameters that belong to no tower."""
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-_TEXT_ROOTS = ("positional_embedding", "text_projection", "token_embedding.", "ln_final.", "transformer.")
+TEXT_ROOTS = ("positional_embedding", "text_projection", "token_embedding.", "ln_final.", "transformer.")
+"""Beginnings of the names of the text tower's parameters in open_clip's CLIP."""
 _SEPARATE = re.compile(r"(.*\.attn\.)q_proj\.(weight|bias)")
 _FUSED = re.compile(r"(.*\.attn\.)in_proj_(weight|bias)")
 
@@ -57,7 +58,7 @@ def from_open_clip(state_dict: StateDict, config: ModelDescription) -> StateDict
     keep unknown entries."""
     result = {}
     for name, value in state_dict.items():
-        if name.startswith(_TEXT_ROOTS):
+        if name.startswith(TEXT_ROOTS):
             name = f"text.{name}"
         match = None if isinstance(config, OpenClipConfig) else _FUSED.fullmatch(name)
         if match is not None and value.ndim > 0 and len(value) % 3 == 0:
