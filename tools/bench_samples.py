@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaclip.data import ImageTransform
-from megaclip.data.batch import RawSample
+from megaclip.data.batch import Captions, RawSample
 from megaclip.data.source import Account
 from megaclip.planner.text_chunks import assumed_length
 
@@ -41,8 +41,8 @@ class SyntheticSource:
     def read(self, row: int) -> RawSample:
         return RawSample.of(row.to_bytes(8, "little"), self.captions(row), str(row))
 
-    def captions(self, row: int) -> tuple[str, ...]:
-        return (self._captions[row % POOL],)
+    def captions(self, row: int) -> Captions:
+        return Captions((self._captions[row % POOL],))
 
     def shard_name(self, row: int) -> str:
         return "memory"

@@ -24,7 +24,12 @@ logger = get_logger(__name__)
 
 
 def pretrained_weights(
-    model: DualEncoder, whole: str | Path | None, *, image: str | Path | None = None, text: str | Path | None = None
+    model: DualEncoder,
+    whole: str | Path | None,
+    *,
+    image: str | Path | None = None,
+    text: str | Path | None = None,
+    kept_positions: int = 0,
 ) -> StateDict:
     """Read the weights with which training starts; return them by the names of `model`, and log what was read.
 
@@ -32,6 +37,7 @@ def pretrained_weights(
         model: not changed.
         whole: --pretrained, a file or directory with the weights of a whole model, or None.
         image, text: --pretrained-image and --pretrained-text, weights of one tower, which replace those of `whole`.
+        kept_positions: --keep-text-positions, for the weights that supply the text tower.
 
     Raises:
         CheckpointError: a file cannot be read, is damaged or does not fit the model.
@@ -42,7 +48,11 @@ def pretrained_weights(
             continue
         require_whole(Path(path))
         tensors, source = read_tensors(path, quick_gelu=model.config.quick_gelu), str(path)
-        fitted, line = fit_tower(model, tower, tensors, source) if tower else fit_model(model, tensors, source)
+        kept = kept_positions if tower == ("" if text is None else "text") else 0
+        if tower:
+            fitted, line = fit_tower(model, tower, tensors, source, kept_positions=kept)
+        else:
+            fitted, line = fit_model(model, tensors, source, kept_positions=kept)
         weights |= fitted
         logger.info("%s", line)
     return weights

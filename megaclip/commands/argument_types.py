@@ -32,7 +32,7 @@ def add_reading_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset-type", choices=DATASET_TYPES, default="auto", help="format of the data")
     parser.add_argument("--image-key", help="column of the images, or their extension in tar shards and folders")
     parser.add_argument("--image-root", help="folder to which the image paths in tables are relative")
-    parser.add_argument("--caption-key", help="column, extension or JSON field of the captions")
+    parser.add_argument("--caption-key", help="column, extension or JSON field of the captions, or several")
 
 
 def reading_flags(arguments: argparse.Namespace) -> dict[str, Any]:

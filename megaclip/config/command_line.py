@@ -68,6 +68,7 @@ _GROUPS = {
 
 _REQUIRES = {
     "shard_cache_gb": ("shard_cache",),
+    "keep_text_positions": ("pretrained", "pretrained_text"),
     "lock_image_unlocked_groups": ("lock_image",),
     "lock_text_unlocked_layers": ("lock_text",),
     "group_captions": ("val_data", "val_fraction"),
@@ -105,7 +106,8 @@ class TrainArguments(BaseModel):
     image_key: str | None = None
     """column or extension of the images"""
     caption_key: str | None = None
-    """column, extension or JSON field of the captions; json.FIELD reads only the field"""
+    """column, extension or JSON field of the captions; json.FIELD reads only the field; with several keys, each epoch
+    draws one by its weight (short:0.7,long:0.3) or takes the next one (short,long)"""
     image_root: str | None = None
     """folder to which the image paths in tables are relative (default: the table's folder, or else the working
     directory)"""
@@ -151,6 +153,9 @@ class TrainArguments(BaseModel):
     pretrained_text: str | None = None
     """initial weights of the text tower, instead of those of --pretrained: a file or folder with an open_clip model,
     its text tower, or a Hugging Face text model"""
+    keep_text_positions: NotNegative = 0
+    """number of first text positions that stay unchanged when the model's context_length is larger than that of the
+    weights, 20 in Long-CLIP; the others are stretched (default: all are interpolated)"""
     lock_image: bool = False
     """freeze the image tower"""
     lock_image_unlocked_groups: NotNegative = 0

@@ -5,8 +5,10 @@ Shapes: b samples of this rank, H x W pixels, L tokens.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import hashlib
+import itertools
 
 import torch
 
@@ -27,6 +29,27 @@ class BadSample(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
+class KeyShare:
+    """Captions that a sample has under one of several keys of --caption-key."""
+
+    key: str
+    weight: float | None
+    """Weight of the key; None: the keys are taken in turn."""
+    count: int
+    """Number of captions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Captions:
+    """Captions of one image."""
+
+    texts: tuple[str, ...]
+    """All captions, key by key in the order of --caption-key."""
+    shares: tuple[KeyShare, ...] = ()
+    """The keys that the sample has, if --caption-key gives several; else empty."""
+
+
+@dataclasses.dataclass(frozen=True)
 class RawSample:
     """An undecoded sample."""
 
@@ -41,6 +64,8 @@ class RawSample:
     all of them."""
     id_cell: str | None = None
     """Content of the column that --id-key names, as text; None without such a column."""
+    shares: tuple[KeyShare, ...] = ()
+    """Keys of the captions, if --caption-key gives several keys; else empty."""
 
     @property
     def lines(self) -> list[str]:
@@ -52,10 +77,30 @@ class RawSample:
         """Signed 64-bit digest of the image file. Equal files are equal images."""
         return digest(self.image)
 
+    def caption_of(self, seed: int, epoch: int, sample_id: int) -> str:
+        """Return the caption that training takes in this epoch, by (seed, epoch, id) only.
+
+        Of several keys, one is drawn by the weights of those that the sample has, or they are taken in turn. Of several
+        captions under a key, each epoch takes the next one.
+        """
+        texts, turn = self.alternatives or (self.caption,), epoch + sample_id
+        if len(self.shares) > 1:
+            weights = [share.weight for share in self.shares if share.weight is not None]
+            if weights:
+                drawn = digest(f"{seed} {epoch} {sample_id}".encode()) % 2**53 / 2**53  # in [0, 1)
+                ends = list(itertools.accumulate(weight / max(weights) for weight in weights))
+                number = bisect.bisect_right(ends[:-1], drawn * ends[-1])
+            else:
+                turn, number = divmod(turn, len(self.shares))
+            first = sum(share.count for share in self.shares[:number])
+            texts = texts[first : first + self.shares[number].count]
+        return texts[turn % len(texts)]
+
     @classmethod
-    def of(cls, image: bytes, captions: tuple[str, ...], key: str) -> RawSample:
+    def of(cls, image: bytes, captions: Captions, key: str) -> RawSample:
         """Return the sample of an image with one or several captions."""
-        return cls(image, "\n".join(captions), key, captions if len(captions) > 1 else ())
+        texts = captions.texts
+        return cls(image, "\n".join(texts), key, texts if len(texts) > 1 else (), shares=captions.shares)
 
 
 def digest(content: bytes) -> int:

@@ -1,9 +1,10 @@
-"""Find the caption of a sample in a text file, or in a field of a JSON file, and decode it.
+"""Find the captions of a sample in text files, or in fields of JSON files, and decode them.
 
-Members of tar shards and files in a folder are found by their extensions. `--caption-key` names one or more, separated
-by semicolons: "alt" is a text file `.alt` or, in samples without one, the field "alt" of a `.json` file; "json.alt" is
-only the field. Text is UTF-8. A caption with other bytes is a bad sample, because replacing the bytes would change the
-caption.
+`--caption-key` gives one key, or several with weights ("short:0.7,long:0.3") or in turn ("short,long"). A table has a
+column for each key. Members of tar shards and files in a folder are found by their extensions. A key names one or more,
+separated by semicolons: "alt" is a text file `.alt` or, in samples without one, the field "alt" of a `.json` file;
+"json.alt" is only the field. Text is UTF-8. A caption with other bytes is a bad sample, because replacing the bytes
+would change the caption.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
-from collections.abc import Iterable
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from megaclip.data.batch import BadSample
+from megaclip.data.batch import BadSample, Captions, KeyShare
 from megaclip.errors import DataError, shortened
 
 TEXT_EXTENSIONS = ("txt", "caption", "text")
@@ -22,11 +25,82 @@ TEXT_EXTENSIONS = ("txt", "caption", "text")
 JSON = "json"
 SHOWS_NOTHING = "only spaces, control characters or HTML spaces such as &nbsp;"
 """Content of an empty caption, for messages."""
+_JSON_CHECKED = 64
+"""Number of JSON files that are searched for the fields of each key."""
+_ABSENT = ("missing caption", "empty caption")
+"""Kinds of bad samples that mean, with several keys, that the sample does not have a key."""
+_WEIGHTED = re.compile(r"(.+?):\s*([+-]?(?:[0-9.][0-9.eE+-]*|nan|inf(?:inity)?))\s*(?:,|$)", re.IGNORECASE)
+"""A key and its weight. A key ends only before a weight, so it may contain colons and commas."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightedKey:
+    """One key of --caption-key."""
+
+    name: str = ""
+    """Column, or extensions and fields. Empty: the usual names."""
+    weight: float | None = None
+    """Weight among the keys that a sample has. None: the keys are taken in turn."""
+
+
+def weighted_keys(value: str | None) -> list[WeightedKey]:
+    """Parse the value of --caption-key: KEY, or KEY,KEY, or KEY:WEIGHT,KEY:WEIGHT.
+
+    A key that contains commas, or that ends in a colon and a number, must have a weight ("a,b:1"). Raises DataError.
+    """
+    if not value:
+        return [WeightedKey()]
+    found = list(_WEIGHTED.finditer(value))
+    if found and found[-1].end() < len(value):
+        raise DataError(f"--caption-key {value!r} gives some keys no weight; write KEY:WEIGHT,KEY:WEIGHT or KEY,KEY")
+    keys = [WeightedKey(match[1].strip(), _weight(match[2], value)) for match in found]
+    keys = keys or [WeightedKey(name.strip()) for name in value.split(",")]
+    if not all(key.name for key in keys) or len({key.name for key in keys}) < len(keys):
+        raise DataError(f"--caption-key {value!r} has an empty or a repeated key; name every key once")
+    return keys
+
+
+def _weight(text: str, value: str) -> float:
+    """Return a weight. value: that of --caption-key. Raises DataError unless it is positive and finite."""
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not 0 < weight < math.inf:
+        raise DataError(f"--caption-key {value!r} has the weight {text}; use a positive, finite number")
+    return weight
+
+
+def captions_of(keys: Sequence[WeightedKey], read: Callable[[int], tuple[str, ...]]) -> Captions:
+    """Return the captions of a sample under all keys that it has.
+
+    read: returns the captions under the key with this number, or raises BadSample. Raises BadSample if the sample has
+    none of the keys, or if the captions under one of them cannot be read.
+    """
+    if len(keys) == 1:
+        return Captions(read(0))
+    texts, shares, absent = list[str](), list[KeyShare](), BadSample("empty caption", SHOWS_NOTHING)
+    for number, key in enumerate(keys):
+        try:
+            found = [text for text in read(number) if not is_blank(text)]
+        except BadSample as bad:
+            if bad.kind not in _ABSENT:
+                raise
+            found, absent = [], bad
+        if found:
+            texts += found
+            shares.append(KeyShare(key.name, key.weight, len(found)))
+    if not texts:
+        raise absent
+    return Captions(tuple(texts), tuple(shares))
 
 
 @dataclasses.dataclass(frozen=True)
 class CaptionKeys:
-    """Extensions of the files that hold captions, and fields of JSON files. The first one that a sample has is used."""
+    """Extensions of the files that hold captions under one key, and fields of JSON files.
+
+    The first one that a sample has is used.
+    """
 
     extensions: tuple[str, ...] = TEXT_EXTENSIONS
     """Extensions, lower-case and without a dot. "json" comes last, and only if `fields` is not empty."""
@@ -34,18 +108,19 @@ class CaptionKeys:
     """Names of fields of JSON files."""
     flag: str = "--caption-key"
     """Flag that selects other extensions, for messages. Empty: there is no such flag."""
+    key: WeightedKey = WeightedKey()
 
     @classmethod
-    def parse(cls, key: str | None) -> CaptionKeys:
-        """Parse the value of --caption-key. Raises DataError for whole JSON files."""
-        if not key:
+    def parse(cls, weighted: WeightedKey) -> CaptionKeys:
+        """Return the extensions and fields of one key of --caption-key. Raises DataError for whole JSON files."""
+        if not (key := weighted.name):
             return cls()
         parts = [part.strip().removeprefix(".") for part in key.split(";") if part.strip(" .")]
         texts = [part.lower() for part in parts if not part.startswith("json.")]
         if any(text.rpartition(".")[2] == JSON for text in texts):
             raise DataError(f"--caption-key {key!r} names whole JSON files; add the field, such as json.caption")
         fields = tuple(part.removeprefix("json.") for part in parts)
-        return cls((*texts, JSON), fields)
+        return cls((*texts, JSON), fields, key=weighted)
 
     def name(self, extension: str) -> str:
         """Return the extension as users write it, with its fields if it is JSON: ".txt" or "json.caption"."""
@@ -113,10 +188,16 @@ def text_fields(record: dict[str, Any]) -> str:
     return f"the fields {shortened(', '.join(names))}" if names else "no fields with text"
 
 
+def spread(items: Sequence[Any]) -> list[Any]:
+    """Return at most `_JSON_CHECKED` of the items, evenly spread, the first one first."""
+    count = min(_JSON_CHECKED, len(items))
+    return [items[number * len(items) // count] for number in range(count)]
+
+
 def check_fields(records: list[dict[str, Any]], keys: CaptionKeys, first: str) -> None:
     """Raise DataError if none of the records has one of the wanted fields. first: name of the first JSON file."""
     if not any(field in record for record in records for field in keys.fields):
         raise DataError(
-            f"--caption-key: {first} and the next JSON files have no field {' or '.join(keys.fields)}; the first one "
-            f"has {text_fields(records[0])}"
+            f"--caption-key: {first} and {len(records) - 1} more JSON files have no field {' or '.join(keys.fields)}; "
+            f"the first one has {text_fields(records[0])}"
         )

@@ -14,15 +14,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaclip.data.batch import BadSample, RawSample
-from megaclip.data.captions import JSON, CaptionKeys, check_fields, json_record, text_fields
+from megaclip.data.batch import BadSample, Captions, RawSample
+from megaclip.data.captions import JSON, CaptionKeys, captions_of, check_fields, json_record, spread, text_fields
 from megaclip.data.images import HEAD_BYTES, IMAGE_EXTENSIONS, image_kind, is_image_name
 from megaclip.data.index import reading
 from megaclip.data.order import runs_of_rows
 from megaclip.data.source import ALONE, HIDDEN, OTHER, SPARE, UNREADABLE, Account, counted, read_file
 from megaclip.errors import DataError
 
-_JSON_CHECKED = 16
+_Files = tuple[str, tuple[str | None, ...]]
+"""Paths of a picture and of its caption files, one per key of --caption-key."""
 
 
 class ImageFolder:
@@ -35,23 +36,23 @@ class ImageFolder:
         folder: str,
         *,
         image_extensions: Sequence[str] = (),
-        caption_keys: CaptionKeys,
+        caption_keys: Sequence[CaptionKeys],
     ) -> None:
         """image_extensions: extensions of the pictures. Default: IMAGE_EXTENSIONS, and others are read by content."""
         self._image_extensions, self._keys = tuple(image_extensions or IMAGE_EXTENSIONS), caption_keys
         self._by_content = not image_extensions
         self.account = Account()
-        self._rows: list[tuple[str, str | None]] = []
-        """Paths of the picture and of its caption file."""
+        self._rows: list[_Files] = []
         self._manifest: list[list[Any]] = []
         for place, names in sorted(walk_folder(folder)):
             rows = self._pairs(place, names)
             if rows:
-                size = sum(os.stat(path).st_size for row in rows for path in row if path and os.path.exists(path))
+                files = {path for picture, texts in rows for path in (picture, *texts) if path and os.path.exists(path)}
+                size = sum(os.stat(path).st_size for path in files)
                 self._manifest.append([os.path.relpath(place, folder), size, len(rows)])
                 self._rows += rows
         self.shard_sizes = runs_of_rows(len(self._rows))
-        if missing := sum(caption is None for _, caption in self._rows):
+        if missing := sum(not any(captions) for _, captions in self._rows):
             self.account.problems["missing caption"] = missing
         self._check(folder)
         relative = "\n".join(os.path.relpath(path, folder) for path, _ in self._rows)
@@ -64,7 +65,12 @@ class ImageFolder:
     def columns(self) -> dict[str, str]:
         """Extensions and JSON fields of images and captions, with the number of samples that have them."""
         images = Counter(f".{_extension(image)}" for image, _ in self._rows)
-        captions = Counter(self._keys.name(_extension(caption)) for _, caption in self._rows if caption)
+        captions = Counter(
+            keys.name(_extension(path))
+            for _, paths in self._rows
+            for keys, path in zip(self._keys, paths, strict=True)
+            if path
+        )
         return {"image": counted(images), "caption": counted(captions)}
 
     def manifest(self) -> list[list[Any]]:
@@ -81,15 +87,19 @@ class ImageFolder:
         captions = self.captions(row)
         return RawSample.of(read_file(path, "image", path), captions, path)
 
-    def captions(self, row: int) -> tuple[str, ...]:
-        """Return only the caption of a sample, or its captions. Raises BadSample."""
-        path, caption = self._rows[row]
-        if caption is None:
-            raise BadSample("missing caption", path)
-        return self._keys.decode(read_file(caption, "caption", caption), _extension(caption), caption)
+    def captions(self, row: int) -> Captions:
+        """Return only the captions of a sample. Raises BadSample."""
+        picture, paths = self._rows[row]
 
-    def _pairs(self, place: str, names: list[str]) -> list[tuple[str, str | None]]:
-        """Return the paths of the pictures in one folder, each with that of its caption file."""
+        def read(number: int) -> tuple[str, ...]:
+            if (path := paths[number]) is None:
+                raise BadSample("missing caption", picture)
+            return self._keys[number].decode(read_file(path, "caption", path), _extension(path), path)
+
+        return captions_of([keys.key for keys in self._keys], read)
+
+    def _pairs(self, place: str, names: list[str]) -> list[_Files]:
+        """Return the paths of the pictures in one folder, each with those of its caption files."""
         stems: dict[str, dict[str, str]] = {}
         for name in self.account.see(sorted(names)):
             path, files = os.path.join(place, name), stems.setdefault(os.path.splitext(name)[0], {})
@@ -99,27 +109,29 @@ class ImageFolder:
                 self.account.leave_out(SPARE, path)
         return [pair for files in stems.values() if files and (pair := self._pair(files)) is not None]
 
-    def _pair(self, files: dict[str, str]) -> tuple[str, str | None] | None:
-        """Return picture and caption among the files with one name, by extension, or None without a picture."""
-        captions, unreadable = self._keys.extensions, list[str]()
-        caption = next((files[extension] for extension in captions if extension in files), None)
+    def _pair(self, files: dict[str, str]) -> _Files | None:
+        """Return picture and captions among the files with one name, by extension, or None without a picture."""
+        captions, unreadable = {name for keys in self._keys for name in keys.extensions}, list[str]()
+        texts = tuple(
+            next((files[extension] for extension in keys.extensions if extension in files), None) for keys in self._keys
+        )
         picture = next((files[extension] for extension in self._image_extensions if extension in files), None)
         if picture is None and self._by_content:
             kinds = {path: file_kind(path) for extension, path in files.items() if extension not in captions}
             picture = next((path for path, kind in kinds.items() if kind == "readable"), None)
             unreadable = [path for path, kind in kinds.items() if kind == "unreadable" and picture is None]
-        used = [path for path in (picture, caption) if path is not None and picture is not None]
+        used = {path for path in (picture, *texts) if path is not None and picture is not None}
         self.account.in_samples += len(used)
         for extension, path in files.items():
             if path in unreadable:
                 self.account.leave_out(UNREADABLE, path, lost=path == unreadable[0])
-            elif picture is None and path == caption:
+            elif picture is None and path in texts:
                 other = any(extension not in (*captions, JSON) for extension in files)
                 self.account.leave_out(ALONE, path, lost=other and not unreadable)
             elif path not in used:
                 is_spare = extension in self._image_extensions or extension in captions
                 self.account.leave_out(SPARE if is_spare else OTHER, path)
-        return None if picture is None else (picture, caption)
+        return None if picture is None else (picture, texts)
 
     def _check(self, folder: str) -> None:
         """Raise DataError if the folder contains no pictures, no captions, or JSON files without the fields."""
@@ -128,17 +140,21 @@ class ImageFolder:
                 f"data {folder!r}: the folder holds no pictures (.{', .'.join(self._image_extensions)}); "
                 "--image-key sets another extension"
             )
-        captions = [caption for _, caption in self._rows if caption]
+        for number, keys in enumerate(self._keys):
+            self._check_captions(folder, keys, [paths[number] for _, paths in self._rows if paths[number]])
+
+    def _check_captions(self, folder: str, keys: CaptionKeys, captions: list[Any]) -> None:
+        """Raise DataError if a key has no caption files. captions: their paths."""
         if not captions:
-            wanted = f".{' or .'.join(self._keys.extensions)}"
+            wanted = f".{' or .'.join(keys.extensions)}"
             raise DataError(
                 f"data {folder!r}: the image folder has no captions; put a text file ({wanted}) with the same name "
                 "beside each picture, or add a metadata.csv with the columns file_name and text, or give a CSV with "
                 f"the paths of the images{self._json_advice()}"
             )
-        in_json = [path for path in captions if _extension(path) == JSON][:_JSON_CHECKED]
-        if in_json and self._keys.fields:
-            check_fields([_record(path) for path in in_json], self._keys, in_json[0])
+        in_json = spread([path for path in captions if _extension(path) == JSON])
+        if in_json and keys.fields:
+            check_fields([_record(path) for path in in_json], keys, in_json[0])
 
     def _json_advice(self) -> str:
         beside = os.path.splitext(self._rows[0][0])[0] + ".json"

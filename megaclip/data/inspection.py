@@ -44,12 +44,14 @@ class Look:
         self._transform = transform
         self._tokenizer = tokenizer
         self._values: dict[str, list[int]] = {
-            name: [] for name in ("caption_characters", "tokens", "width", "height", "bytes")
+            name: [] for name in ("captions_per_image", "caption_characters", "tokens", "width", "height", "bytes")
         }
         self.bad: defaultdict[str, list[str]] = defaultdict(list)
         """Kind -> name and problem of every bad sample."""
         self._noted: Counter[str] = Counter({"exif_orientation_ignored": 0, "transparency_dropped": 0})
         self._captions, self._images = set[str](), set[int]()
+        self._keys = Counter({str(key): 0 for key, _ in dataset.caption_keys})
+        """Number of usable samples that have each of several keys of --caption-key."""
         self.shown: list[dict[str, Any]] = []
         """The first, a middle and the last sample that can be used."""
         self.pictures: list[tuple[str, Image.Image]] = []
@@ -77,10 +79,12 @@ class Look:
         captions = raw.alternatives or (raw.caption,)  # training takes one of several captions at a time
         is_end = self._tokenizer(captions) == self._tokenizer.eos_id
         token_counts = (is_end.int().argmax(dim=1) + 1).tolist()
-        measured = (map(len, captions), token_counts, [image.width], [image.height], [len(raw.image)])
+        sizes = ([image.width], [image.height], [len(raw.image)])
+        measured = ([len(captions)], map(len, captions), token_counts, *sizes)
         for name, values in zip(self._values, measured, strict=True):
             self._values[name] += values
         self._captions.update(captions)
+        self._keys.update(share.key for share in raw.shares)
         self._images.add(hash(raw.image))
         with contextlib.suppress(Exception):  # damaged EXIF data raises almost anything, and is ignored in training
             self._noted["exif_orientation_ignored"] += image.getexif().get(EXIF_ORIENTATION, 1) != 1
@@ -97,6 +101,7 @@ class Look:
             "bad_examples": {kind: details[0] for kind, details in self.bad.items()},
             "distinct_images": len(self._images),
             "distinct_captions": len(self._captions),
+            **({"samples_with_caption_key": dict(self._keys)} if self._keys else {}),
             "captions_that_fill_the_context": truncated,
             **self._noted,
             **{name: _quantiles(numbers) for name, numbers in self._values.items() if numbers},

@@ -185,7 +185,7 @@ def _open_folder(folder: Path, shards: Sequence[Path] | Sequence[RemoteFile] | N
     names = _lines(folder / CLASS_NAMES_FILE)
     if shards:
         return LabelledDataset(
-            TarShards(shards, caption_keys=CaptionKeys(("cls",), flag="")), _names_of_labels(folder, names), templates
+            TarShards(shards, caption_keys=[CaptionKeys(("cls",), flag="")]), _names_of_labels(folder, names), templates
         )
     names, images = list(filter(None, names)), _ImageFolder(folder)
     if problem := _reason_to_refuse(folder, images, names):

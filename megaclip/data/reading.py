@@ -131,7 +131,7 @@ class TrainReader:
                 raw = self._dataset.read(candidate)
                 check_caption(raw)
                 image = decode_image(self._transform, raw, (self._seed, epoch, sample_id))
-                caption = _one_caption(raw, epoch + sample_id)
+                caption = raw.caption_of(self._seed, epoch, sample_id)
                 # A part of the bytes identifies a file, and a digest of all of them would take longer than the crop.
                 image_id = digest(raw.image[:: 1 + len(raw.image) // 4096])
                 return image, caption, (image_id, candidate), _pair_id(raw, caption, self._dataset.id_key)
@@ -155,11 +155,6 @@ def _substitutes(seed: int, sample_id: int, first: int, count: int) -> Iterator[
     generator = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, sample_id])))
     for _ in range(SUBSTITUTE_TRIES):
         yield first + int(generator.randint(count))
-
-
-def _one_caption(raw: RawSample, number: int) -> str:
-    """Return caption `number`, modulo their count, of an image with several captions; else its caption."""
-    return raw.alternatives[number % len(raw.alternatives)] if raw.alternatives else raw.caption
 
 
 def _pair_id(raw: RawSample, caption: str, id_key: str) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from megaclip.data.batch import BadSample, RawSample
+from megaclip.data.batch import BadSample, Captions, RawSample
 from megaclip.errors import DataError, shortened
 from megaclip.logging import get_logger
 
@@ -47,7 +47,7 @@ class ReadingOptions:
     image_key: str | None = None
     """Column of the images, or their extensions in tar shards and folders ("jpg;png"). Default: the usual names."""
     caption_key: str | None = None
-    """Column of the captions, or their extensions or JSON fields, as captions.py describes. Default: usual names."""
+    """Columns of the captions, or their extensions or JSON fields, as captions.py describes. Default: usual names."""
     image_root: str | None = None
     """Folder to which the image paths in tables are relative. Default: the table's, or else the working directory."""
     id_column: str | None = None
@@ -152,8 +152,8 @@ class Source(Protocol):
     def read(self, row: int) -> RawSample:
         """Return the undecoded sample. Raises BadSample."""
 
-    def captions(self, row: int) -> tuple[str, ...]:
-        """Return only the caption of a sample, or its captions. Raises BadSample."""
+    def captions(self, row: int) -> Captions:
+        """Return only the captions of a sample. Raises BadSample."""
 
     def shard_name(self, row: int) -> str:
         """Return the name of the file that holds `row`, for messages."""

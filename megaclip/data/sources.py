@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megaclip.data.batch import RawSample
-from megaclip.data.captions import JSON, TEXT_EXTENSIONS, CaptionKeys
+from megaclip.data.captions import JSON, TEXT_EXTENSIONS, CaptionKeys, weighted_keys
 from megaclip.data.image_folder import ImageFolder, walk_folder
 from megaclip.data.images import IMAGE_EXTENSIONS, is_image_name
 from megaclip.data.order import MixtureOrder, SampleOrder, block_quotas, mixture_batches
@@ -63,6 +63,8 @@ class PairDataset:
             )
         self._sources, self._rows, self._part = list(sources), rows, part
         self.weights = list(weights) if weights else None
+        self.caption_keys: list[list[Any]] = []
+        """[key, weight] of each key of --caption-key, if there are several."""
         self.id_key = "caption"
         """What makes two pairs equal: "caption", "image" (its file), or a column of ids, as for `open_pairs`."""
         if self.weights:
@@ -86,7 +88,7 @@ class PairDataset:
     def caption(self, sample_id: int) -> str:
         """Return only the caption of a sample, or its captions, one per line. Raises BadSample."""
         source, row = self._place(sample_id)
-        return "\n".join(source.captions(row))
+        return "\n".join(source.captions(row).texts)
 
     def shard_name(self, sample_id: int) -> str:
         """Return the name of the file that holds a sample, for messages."""
@@ -111,7 +113,7 @@ class PairDataset:
             )
         kept = [np.flatnonzero(~rows) for rows in held_out]
         training = PairDataset(self._sources, self.weights, rows=kept, part=f" {fraction:g}")
-        training.id_key = self.id_key
+        training.id_key, training.caption_keys = self.id_key, self.caption_keys
         return training, PairDataset(self._sources, rows=list(map(np.flatnonzero, held_out)), part=f" {fraction:g}")
 
     def order(self, batch: int, *, seed: int, shard_order: str = "shuffled") -> SampleOrder | MixtureOrder:
@@ -161,7 +163,12 @@ class PairDataset:
         for source, described in zip(self._sources, sources, strict=True):
             if (shards := _remote(source)) is not None:
                 described["versions"] = {str(file): file.version for file in shards.files}
-        return {"samples": len(self), "weights": self.weights, "sources": sources}
+        return {
+            "samples": len(self),
+            "weights": self.weights,
+            "caption_keys": self.caption_keys,
+            "sources": sources,
+        }
 
     def _place(self, sample_id: int) -> tuple[Source, int]:
         if not 0 <= sample_id < len(self):
@@ -217,7 +224,8 @@ def open_pairs(
     for spec, source in zip(specs, sources, strict=True):
         source.account.report(f"data {public(spec)!r}", len(source), max_bad_fraction)
     dataset = PairDataset(sources, weights)
-    dataset.id_key = id_key
+    dataset.id_key, keys = id_key, weighted_keys(caption_key)
+    dataset.caption_keys = [[key.name, key.weight] for key in keys] if len(keys) > 1 else []
     return dataset
 
 
@@ -270,6 +278,7 @@ def _facts(manifest: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     sources = manifest.get("sources", [])
     yield "number of datasets", len(sources)
     yield "mixture weights", manifest.get("weights") or "none"
+    yield "several keys of --caption-key", manifest.get("caption_keys") or "none"
     for number, source in enumerate(sources):
         yield f"type of dataset {number}", source["type"]
         yield f"number of files of dataset {number}", len(source["files"])
@@ -315,8 +324,9 @@ def _open_source(spec: str, options: ReadingOptions) -> Source:
     elif kind == "imagefolder" and (metadata := _metadata_of(paths[0])):
         source = _open_metadata(paths[0], metadata, options)
     else:
-        keys, extensions = CaptionKeys.parse(options.caption_key), _extensions(options.image_key)
-        if both := {*extensions} & {*keys.extensions}:
+        keys = list(map(CaptionKeys.parse, weighted_keys(options.caption_key)))
+        extensions = _extensions(options.image_key)
+        if both := {*extensions} & {extension for key in keys for extension in key.extensions}:
             raise DataError(f"--image-key and --caption-key both name {', '.join(sorted(both))}; set different ones")
         if kind == "webdataset":
             source = TarShards(files or paths, image_extensions=extensions, caption_keys=keys)

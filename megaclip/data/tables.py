@@ -18,13 +18,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megaclip.data.batch import BadSample, RawSample
-from megaclip.data.captions import cleaned, decoded
+from megaclip.data.batch import BadSample, Captions, RawSample
+from megaclip.data.captions import captions_of, cleaned, decoded, weighted_keys
 from megaclip.data.image_folder import walk_folder
 from megaclip.data.images import is_image_name
 from megaclip.data.order import runs_of_rows
 from megaclip.data.source import MAX_BYTES, Account, ReadingOptions, check_size, read_file
-from megaclip.data.text_tables import CAPTION_COLUMNS, IMAGE_COLUMNS, TextTable, find_column, open_text_tables
+from megaclip.data.text_tables import (
+    CAPTION_COLUMNS,
+    IMAGE_COLUMNS,
+    TextTable,
+    caption_columns,
+    find_column,
+    open_text_tables,
+)
 from megaclip.errors import DataError, first_line, shortened
 
 if TYPE_CHECKING:
@@ -58,25 +65,33 @@ class Table:
             raise DataError(_no_rows(_with_others(self._files) if files else name))
         names = dataset.column_names
         self._image = find_column(names, options.image_key, IMAGE_COLUMNS, "image", name)
-        self._caption = find_column(names, options.caption_key, CAPTION_COLUMNS, "caption", name)
+        self._keys = weighted_keys(options.caption_key)
+        self._captions = (
+            caption_columns(len(self._keys))
+            if text
+            else [find_column(names, key.name, CAPTION_COLUMNS, "caption", name) for key in self._keys]
+        )
         self._id = options.id_column and find_column(names, options.id_column, (), "id", name)
-        self._columns = text.columns if text else {"image": self._image, "caption": self._caption}
+        self._columns = text.columns if text else {"image": self._image, "caption": ", ".join(self._captions)}
         self._image_root, self._ends = options.image_root, np.cumsum(rows)
         # A saved dataset may have the format of NumPy or another library, in which a list is not a Python list.
         dataset = dataset.with_format(None)
         if isinstance(dataset.features[self._image], Image):
             dataset = dataset.cast_column(self._image, Image(decode=False))
-        feature = dataset.features[self._caption]
-        self._classes: Sequence[str] = feature.names if isinstance(feature, ClassLabel) else ()
-        """Names of the classes, if the captions are stored as numbers of classes."""
-        dtype = str(getattr(feature, "dtype", ""))
-        if dtype.startswith(("timestamp", "date", "time", "duration", "bool")):
-            raise DataError(
-                f"data {name!r}: the captions in column {self._caption} are of type {dtype}, and their text is not "
-                "known; store them as text"
-            )
-        self._rows = dataset.select_columns(list({self._image, self._caption, self._id or self._image}))
-        self._only_captions = dataset.select_columns([self._caption])
+        self._classes = dict[str, Sequence[str]]()
+        """Names of the classes by column, if the captions are stored as numbers of classes."""
+        for column in self._captions:
+            feature = dataset.features[column]
+            if isinstance(feature, ClassLabel):
+                self._classes[column] = feature.names
+            dtype = str(getattr(feature, "dtype", ""))
+            if dtype.startswith(("timestamp", "date", "time", "duration", "bool")):
+                raise DataError(
+                    f"data {name!r}: the captions in column {column} are of type {dtype}, and their text is not "
+                    "known; store them as text"
+                )
+        self._rows = dataset.select_columns(list({self._image, *self._captions, self._id or self._image}))
+        self._only_captions = dataset.select_columns(self._captions)
         self.shard_sizes = runs_of_rows(len(dataset))
         self.account = text.account if text else Account("rows", sum(rows) or len(dataset), len(dataset))
         self._checksum = text.checksum if text else ""
@@ -99,7 +114,7 @@ class Table:
         digest = hashlib.sha256()
         rows = self._only_captions
         if self.image_paths() is not None:
-            rows = self._rows.select_columns([self._image, self._caption])
+            rows = self._rows.select_columns([self._image, *self._captions])
         for part in rows.with_format("arrow").iter(batch_size=10_000):
             for batch in part.combine_chunks().to_batches():
                 digest.update(batch.serialize())
@@ -144,7 +159,7 @@ class Table:
         """Return the undecoded sample. Raises BadSample."""
         key = f"{Path(self._name).name}[{row}]"
         record = _record(self._rows, row, key)
-        captions = self._captions(record[self._caption], key)
+        captions = self._captions_in(record, key)
         cell = record[self._image]
         image = self._content(cell, key, self._folder(row))
         path = cell.get("path") if isinstance(cell, dict) else cell
@@ -157,14 +172,18 @@ class Table:
             raise BadSample("missing id", f"{key}: the cell of --id-key is empty")
         return dataclasses.replace(RawSample.of(image, captions, key), id_cell=str(found))
 
-    def captions(self, row: int) -> tuple[str, ...]:
-        """Return only the caption of a sample, or its captions. Raises BadSample."""
-        return self._captions(_record(self._only_captions, row, str(row))[self._caption], str(row))
+    def captions(self, row: int) -> Captions:
+        """Return only the captions of a sample. Raises BadSample."""
+        return self._captions_in(_record(self._only_captions, row, str(row)), str(row))
 
-    def _captions(self, value: Any, key: str) -> tuple[str, ...]:
+    def _captions_in(self, record: dict[str, Any], key: str) -> Captions:
+        return captions_of(self._keys, lambda number: self._texts(record, self._captions[number], key))
+
+    def _texts(self, record: dict[str, Any], column: str, key: str) -> tuple[str, ...]:
         """Return the caption or captions in a cell, with every run of white space replaced by one space."""
-        if self._classes and value is not None:
-            value = self._classes[value] if value >= 0 else None  # -1 is an unknown class
+        value = record[column]
+        if column in self._classes and value is not None:
+            value = self._classes[column][value] if value >= 0 else None  # -1 is an unknown class
         values = value if isinstance(value, list | tuple) else [value]
         texts = [_text(text, key) for text in values if text is not None and text == text]  # NaN differs from itself
         if not texts:
@@ -228,7 +247,7 @@ def open_table(paths: Sequence[str], kind: str, options: ReadingOptions) -> Tabl
         text = open_text_tables(paths, options)
         dataset = datasets.Dataset.from_file(str(text.path))
         id_column = options.id_column and "id"
-        options = dataclasses.replace(options, image_key="image", caption_key="caption", id_column=id_column)
+        options = dataclasses.replace(options, image_key="image", id_column=id_column)
         return Table(dataset, name, kind, options, files=paths, rows=text.rows, text=text)
     rows = list(map(_parquet_rows, paths))
     # `datasets` treats file names as patterns, and fails for most files without rows.

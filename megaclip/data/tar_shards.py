@@ -2,7 +2,7 @@
 
 Opening a set of shards walks their headers once (tar_walk.py) and writes the index to two files (index.py):
 
-    <fingerprint>.npy     one row per sample: offsets and sizes of its image and caption; memory-mapped by all processes
+    <fingerprint>.npy     one row per sample: offsets and sizes of its members; memory-mapped by all processes
     <fingerprint>.json    the manifest: shard names, sizes in bytes, counts of samples and members, damage
 
 A damaged file is detected by its size or checksum, and the index is rebuilt.
@@ -23,20 +23,27 @@ from typing import Any
 
 import numpy as np
 
-from megaclip.data.batch import BadSample, RawSample
-from megaclip.data.captions import JSON, TEXT_FILES, CaptionKeys, check_fields, json_record, text_fields
+from megaclip.data.batch import BadSample, Captions, RawSample
+from megaclip.data.captions import (
+    JSON,
+    TEXT_FILES,
+    CaptionKeys,
+    captions_of,
+    check_fields,
+    json_record,
+    spread,
+    text_fields,
+)
 from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.index import open_index, reading
 from megaclip.data.remote import THREADS, RemoteFile
 from megaclip.data.shard_cache import RemoteShards
 from megaclip.data.source import UNREADABLE, Account, check_size, counted
-from megaclip.data.tar_walk import ENTRY, MISSING, ShardContents, walk_shard
+from megaclip.data.tar_walk import MISSING, ShardContents, entry_type, walk_shard
 from megaclip.errors import DataError
 from megaclip.logging import get_logger
 
-_FORMAT = 4
-_ROWS_CHECKED, _JSON_CHECKED = 10_000, 16
-"""Number of first samples that are searched for JSON members, and of members that are checked for the fields."""
+_FORMAT = 5
 _OPEN_SHARDS = 64
 
 _logger = get_logger(__name__)
@@ -52,7 +59,7 @@ class TarShards:
         paths: Sequence[str | Path] | Sequence[RemoteFile],
         *,
         image_extensions: Sequence[str] = (),
-        caption_keys: CaptionKeys = TEXT_FILES,
+        caption_keys: Sequence[CaptionKeys] = (TEXT_FILES,),
     ) -> None:
         """paths: all local, or all remote.
 
@@ -62,9 +69,9 @@ class TarShards:
         self.remote = RemoteShards(files) if files else None
         """The shards, if they are remote."""
         self._paths: Sequence[RemoteFile] | Sequence[Path] = files or [Path(str(path)).absolute() for path in paths]
-        self._image_extensions, self._caption_keys = tuple(image_extensions or IMAGE_EXTENSIONS), caption_keys
-        by_content = not image_extensions
-        self._index, description = _open_index(self._paths, self._image_extensions, caption_keys.extensions, by_content)
+        self._image_extensions, self._keys = tuple(image_extensions or IMAGE_EXTENSIONS), caption_keys
+        by_content, extensions = not image_extensions, [keys.extensions for keys in caption_keys]
+        self._index, description = _open_index(self._paths, self._image_extensions, extensions, by_content)
         self.shards: list[dict[str, Any]] = description["shards"]
         self.shard_sizes = np.array([shard["samples"] for shard in self.shards], dtype=np.int64)
         self._ends = np.cumsum(self.shard_sizes)
@@ -76,8 +83,9 @@ class TarShards:
         self._files: dict[int, int] = {}
         self._report_damage()
         self._check_members()
-        if caption_keys.fields:
-            self._check_fields()
+        for number, keys in enumerate(caption_keys):
+            if keys.fields:
+                self._check_fields(number, keys)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -111,7 +119,8 @@ class TarShards:
         images, captions = Counter[str](), Counter[str]()
         for shard in self.shards:
             images.update({f".{extension}": count for extension, count in shard["images"].items()})
-            captions.update({self._caption_keys.name(name): count for name, count in shard["captions"].items()})
+            for keys, counts in zip(self._keys, shard["captions"], strict=True):
+                captions.update({keys.name(extension): count for extension, count in counts.items()})
         return {"image": counted(images), "caption": counted(captions)}
 
     def manifest(self) -> list[list[Any]]:
@@ -130,13 +139,20 @@ class TarShards:
         image = self._member(shard, int(entry["image_offset"]), int(entry["image_size"]), "image", key)
         return RawSample.of(image, self._captions(shard, entry, key), key)
 
-    def captions(self, row: int) -> tuple[str, ...]:
-        """Return only the caption of a sample, or its captions. Raises BadSample."""
+    def captions(self, row: int) -> Captions:
+        """Return only the captions of a sample. Raises BadSample."""
         return self._captions(self._shard_of(row), self._entries[row], str(row))
 
-    def _captions(self, shard: int, entry: np.void, key: str) -> tuple[str, ...]:
-        content = self._member(shard, int(entry["caption_offset"]), int(entry["caption_size"]), "caption", key)
-        return self._caption_keys.decode(content, self._caption_keys.extensions[entry["caption_extension"]], key)
+    def _captions(self, shard: int, entry: np.void, key: str) -> Captions:
+        member = functools.cache(lambda offset, size: self._member(shard, offset, size, "caption", key))
+
+        def read(number: int) -> tuple[str, ...]:
+            # Several keys may be fields of one member.
+            content = member(int(entry["caption_offset"][number]), int(entry["caption_size"][number]))
+            keys = self._keys[number]
+            return keys.decode(content, keys.extensions[entry["caption_extension"][number]], key)
+
+        return captions_of([keys.key for keys in self._keys], read)
 
     def _shard_of(self, row: int) -> int:
         return int(np.searchsorted(self._ends, row, side="right"))
@@ -170,8 +186,8 @@ class TarShards:
         if len(self) == 0:
             reason = f"; {damaged[0]['name']}: {damaged[0]['damage']}" if damaged else ""
             reason += f"; {self.account.sum()}" if self.account.left_out else ""
-            images, captions = self._image_extensions, self._caption_keys.extensions
-            flags = ": --image-key and --caption-key set these extensions" if self._caption_keys.flag else ""
+            images, captions = self._image_extensions, self._keys[0].extensions
+            flags = ": --image-key and --caption-key set these extensions" if self._keys[0].flag else ""
             raise DataError(
                 f"no samples in {len(self.shards)} tar shards, first {self._paths[0]}{reason}; expected members such "
                 f"as 000000.{images[0]} and 000000.{captions[0]}{flags}"
@@ -182,12 +198,12 @@ class TarShards:
 
     def _check_members(self) -> None:
         """Raise DataError, with the extensions that the shards have, if no sample has an image or none a caption."""
-        wanted = (
-            ("image", "an image", self._image_extensions),
-            ("caption", "a caption", self._caption_keys.extensions),
-        )
-        for what, named, extensions in wanted:
-            if not any(shard[f"{what}s"] for shard in self.shards):
+        wanted = [("image", "an image", self._image_extensions, any(shard["images"] for shard in self.shards))]
+        for number, keys in enumerate(self._keys):
+            present = any(shard["captions"][number] for shard in self.shards)
+            wanted.append(("caption", "a caption", keys.extensions, present))
+        for what, named, extensions, present in wanted:
+            if not present:
                 raise DataError(
                     f"none of the {len(self)} samples in {len(self.shards)} tar shards, first {self._paths[0]}, has "
                     f"{named} (a member .{' or .'.join(extensions)}){self._other_members(what)}"
@@ -198,7 +214,7 @@ class TarShards:
         found = {extension: number for number, shard in enumerate(self.shards) for extension in shard["others"]}
         if what == "image" and (unreadable := self.account.left_out.get(UNREADABLE)):
             return f"; {unreadable[0]} members have {UNREADABLE}, first {unreadable[2][0]!r}"
-        if not found or not self._caption_keys.flag:
+        if not found or not self._keys[0].flag:
             return ""
         if what == "caption" and JSON in found:
             number = found[JSON]
@@ -207,17 +223,18 @@ class TarShards:
             return f"; their .json members have {fields}: set --caption-key to one of them, as in json.caption"
         return f"; they have .{', .'.join(sorted(found))} members: set --{what}-key to one of them"
 
-    def _check_fields(self) -> None:
-        """Raise DataError, which lists the existing fields, if the first JSON members have none of the wanted ones."""
-        first = self._entries["caption_extension"][:_ROWS_CHECKED]
-        rows = np.flatnonzero(first == self._caption_keys.extensions.index(JSON))[:_JSON_CHECKED].tolist()
+    def _check_fields(self, number: int, keys: CaptionKeys) -> None:
+        """Raise DataError, which lists the existing fields, if some JSON members have none of a key's fields."""
+        is_json = self._entries["caption_extension"][:, number] == keys.extensions.index(JSON)
+        rows = spread(np.flatnonzero(is_json).tolist())
         records, names = [], []
         for row in rows:
             entry, shard = self._entries[row], self._shard_of(row)
-            records.append(self._json(shard, int(entry["caption_offset"]), int(entry["caption_size"])))
+            place = int(entry["caption_offset"][number]), int(entry["caption_size"][number])
+            records.append(self._json(shard, *place))
             names.append(f"{self._paths[shard]}, {entry['key'].decode('utf-8', 'replace')}.json")
         if rows:
-            check_fields(records, self._caption_keys, names[0])
+            check_fields(records, keys, names[0])
 
     def _json(self, shard: int, offset: int, size: int) -> dict[str, Any]:
         """Return the JSON object in a member, or an empty one if it holds something else."""
@@ -230,7 +247,7 @@ class TarShards:
 def _open_index(
     paths: Sequence[RemoteFile] | Sequence[Path],
     image_extensions: tuple[str, ...],
-    caption_extensions: tuple[str, ...],
+    caption_extensions: Sequence[Sequence[str]],
     by_content: bool,
 ) -> tuple[Path, dict[str, Any]]:
     """Return the path of the .npy file of these shards' index, and its description. Makes it if there is none."""
@@ -245,7 +262,7 @@ def _open_index(
 def _walk_all(
     paths: Sequence[RemoteFile] | Sequence[Path],
     image_extensions: tuple[str, ...],
-    caption_extensions: tuple[str, ...],
+    caption_extensions: Sequence[Sequence[str]],
     by_content: bool,
 ) -> list[ShardContents]:
     """Walk every shard, in threads, which hide the latency of remote disks. Parsing is not parallel."""
@@ -264,7 +281,7 @@ def _walk_all(
 
 def _write_index(index: Path, contents: list[ShardContents], names: list[str], sizes: list[int]) -> dict[str, Any]:
     """Write the array of the index, and return its description."""
-    entries = np.concatenate([shard.entries for shard in contents]) if contents else np.empty(0, ENTRY)
+    entries = np.concatenate([shard.entries for shard in contents]) if contents else np.empty(0, entry_type(1))
     with index.open("wb") as file:
         np.save(file, entries)
     shards = [

@@ -27,16 +27,6 @@ MISSING = -1
 """Size that marks a member that the sample does not have."""
 KEY_BYTES = 96
 """Largest number of bytes of a key. Keys are only for messages; longer ones are truncated."""
-ENTRY = np.dtype(
-    [
-        ("image_offset", "<i8"),
-        ("image_size", "<i8"),
-        ("caption_offset", "<i8"),
-        ("caption_size", "<i8"),
-        ("caption_extension", "<i2"),
-        ("key", f"S{KEY_BYTES}"),
-    ]
-)
 _MAX_EXTENSION_HEADER = 1 << 20
 _MAX_OTHERS = 16
 _CHECKED_AFTER_END = 1 << 16
@@ -50,21 +40,37 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\x
 """First bytes of compressed files, with the program that decompresses them."""
 
 
+def entry_type(keys: int) -> np.dtype:
+    """Return the dtype of a sample in the index: offset and size of its image, and of the member of each caption key.
+
+    `caption_extension` (keys,) are indices into the extensions of a key. keys: number of keys of --caption-key.
+    """
+    return np.dtype(
+        [
+            ("image_offset", "<i8"),
+            ("image_size", "<i8"),
+            ("caption_offset", "<i8", (keys,)),
+            ("caption_size", "<i8", (keys,)),
+            ("caption_extension", "<i2", (keys,)),
+            ("key", f"S{KEY_BYTES}"),
+        ]
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class ShardContents:
     """The samples of one shard."""
 
     entries: np.ndarray
-    """Offsets and sizes of n samples, (n,) ENTRY, in the order of the shard. `caption_extension` is an index into the
-    extensions that the caller gave."""
+    """Offsets and sizes of n samples, (n,) of `entry_type`, in the order of the shard."""
     damage: str
     """Reason why samples may be missing; empty for an undamaged shard."""
     account: Account
     """Number of members in samples, and of those that are left out."""
     images: Counter[str]
     """Number of samples whose image has an extension, by extension."""
-    captions: Counter[str]
-    """Number of samples whose caption has an extension, by extension."""
+    captions: list[Counter[str]]
+    """Number of samples whose caption has an extension, by extension, for each caption key."""
     others: dict[str, tuple[int, int]]
     """Offset and size of the first member with each other extension, of at most 16 extensions, for messages."""
 
@@ -80,17 +86,19 @@ _Read = Callable[[int, int], bytes]
 def walk_shard(
     path: Path | str | RemoteFile,
     image_extensions: Sequence[str],
-    caption_extensions: Sequence[str],
+    extensions_by_key: Sequence[Sequence[str]],
     *,
     by_content: bool = False,
 ) -> ShardContents:
     """Index one shard.
 
     Extensions are lower-case and without a dot. The first one that a sample has is used.
+    extensions_by_key: those of the captions, for each key of --caption-key.
     by_content: recognise images with other extensions by their first bytes, in samples without an image.
     """
     samples: dict[bytes, dict[str, tuple[int, int]]] = {}
     rest: dict[bytes, dict[str, tuple[int, int]]] = {}
+    caption_extensions = {extension for extensions in extensions_by_key for extension in extensions}
     wanted = {*image_extensions, *caption_extensions}
     others: dict[str, tuple[int, int]] = {}
     links: list[tuple[bytes, bytes, str]] = []
@@ -145,23 +153,28 @@ def walk_shard(
     for name, key, extension in links:  # beside a caption, the missing image makes a bad sample
         lost = extension in image_extensions and key not in samples and is_first(key)
         account.leave_out(LINK, _shown(name), lost=lost)
-    rows, images, captions = [], Counter[str](), Counter[str]()
-    absent = (0, MISSING)
+    rows, images, captions = [], Counter[str](), [Counter[str]() for _ in extensions_by_key]
+    absent, without_caption = (0, MISSING), 0
     for key, members in samples.items():
         found = (extension for extension in members if extension.startswith(_RECOGNISED))
         image = next((extension for extension in (*image_extensions, *found) if extension in members), "")
-        caption = next((extension for extension in caption_extensions if extension in members), "")
+        texts = [next((name for name in names if name in members), "") for names in extensions_by_key]
         images[image.removeprefix(_RECOGNISED)] += bool(image)
-        captions[caption] += bool(caption)
-        number = caption_extensions.index(caption) if caption else -1
-        rows.append((*members.get(image, absent), *members.get(caption, absent), number, key[-KEY_BYTES:]))
-        for spare in members.keys() - {image, caption}:
+        for text, counts in zip(texts, captions, strict=True):
+            counts[text] += bool(text)
+        numbers = [names.index(text) if text else -1 for names, text in zip(extensions_by_key, texts, strict=True)]
+        offsets, sizes = zip(*(members.get(text, absent) for text in texts), strict=True)
+        rows.append((*members.get(image, absent), offsets, sizes, numbers, key[-KEY_BYTES:]))
+        used = {image, *texts} - {""}
+        for spare in members.keys() - used:
             account.leave_out(SPARE, _shown(key + b"." + spare.encode()))
-        account.in_samples += bool(image) + bool(caption)
-    for what, counts in (("image", images), ("caption", captions)):
-        if missing := len(rows) - counts.total():
+        account.in_samples += len(used)
+        without_caption += not any(texts)
+    for what, missing in (("image", len(rows) - images.total()), ("caption", without_caption)):
+        if missing:
             account.problems[f"missing {what}"] = missing
-    return ShardContents(np.array(rows, dtype=ENTRY), damage, account, +images, +captions, others)
+    entries = np.array(rows, dtype=entry_type(len(extensions_by_key)))
+    return ShardContents(entries, damage, account, +images, [+counts for counts in captions], others)
 
 
 @contextmanager

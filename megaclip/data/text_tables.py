@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from megaclip.data.captions import weighted_keys
 from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.index import open_index, reading
 from megaclip.data.source import MAX_BYTES, Account, ReadingOptions
@@ -40,13 +41,13 @@ _QUOTES = (
 )
 
 _logger = get_logger(__name__)
-_Row = tuple[str | None, list[str] | None, str | None]
-"""Image path, captions, and the cell of the column of ids, if there is one."""
+_Row = tuple[str | None, list[list[str] | None], str | None]
+"""Image path, captions under each key, and the cell of the column of ids, if there is one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TextTable:
-    """The index of some files: an Arrow stream with the columns "image", "caption" (list) and "id"."""
+    """The index of some files: an Arrow stream with the columns "image", `caption_columns` (lists) and "id"."""
 
     path: Path
     columns: dict[str, str]
@@ -73,6 +74,11 @@ def open_text_tables(paths: Sequence[str], options: ReadingOptions) -> TextTable
     return TextTable(path=index, **description | {"account": Account(**description["account"])})
 
 
+def caption_columns(keys: int) -> list[str]:
+    """Return the columns of an index that hold the captions under each key of --caption-key."""
+    return ["caption", *(f"caption {number}" for number in range(1, keys))]
+
+
 def find_column(names: Sequence[str], wanted: str | None, usual: Sequence[str], what: str, path: str) -> str:
     """Return the column `wanted`, or else the first usual one. what: "image" or "caption". Raises DataError."""
     for column in [wanted] if wanted else usual:
@@ -85,19 +91,21 @@ def find_column(names: Sequence[str], wanted: str | None, usual: Sequence[str], 
 def _convert(index: Path, paths: Sequence[str], options: ReadingOptions) -> dict[str, Any]:
     import pyarrow as pa
 
-    text = pa.string()
-    schema = pa.schema([("image", text), ("caption", pa.list_(text)), ("id", text)])
+    text, keys = pa.string(), weighted_keys(options.caption_key)
+    caption_fields = [(column, pa.list_(text)) for column in caption_columns(len(keys))]
+    schema = pa.schema([("image", text), *caption_fields, ("id", text)])
     account, columns, counts, digest = Account("rows"), dict[str, str](), list[int](), hashlib.sha256()
     with pa.OSFile(str(index), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for path in paths:
             counts.append(0)
             try:
-                rows = _rows(path, options, account, columns)
+                rows = _rows(path, options, [key.name for key in keys], account, columns)
                 while batch := list(itertools.islice(rows, _BATCH)):
                     counts[-1] += len(batch)
                     images, captions, ids = zip(*batch, strict=True)
-                    digest.update(json.dumps(list(zip(images, captions, strict=True))).encode())
-                    writer.write_batch(pa.record_batch([images, captions, ids], schema=schema))
+                    by_key = list(zip(*captions, strict=True))
+                    digest.update(json.dumps(list(zip(images, *by_key, strict=True))).encode())
+                    writer.write_batch(pa.record_batch([images, *by_key, ids], schema=schema))
             except UnicodeDecodeError as error:
                 raise DataError(
                     f"cannot read {path}: byte 0x{error.object[error.start]:02x} is not {error.encoding}; convert the "
@@ -108,7 +116,9 @@ def _convert(index: Path, paths: Sequence[str], options: ReadingOptions) -> dict
     return {"columns": columns, "rows": counts, "account": dataclasses.asdict(account), "checksum": checksum}
 
 
-def _rows(path: str, options: ReadingOptions, account: Account, columns: dict[str, str]) -> Iterator[_Row]:
+def _rows(
+    path: str, options: ReadingOptions, keys: Sequence[str], account: Account, columns: dict[str, str]
+) -> Iterator[_Row]:
     """Yield the rows of one file; set `columns` if it is empty. An empty file has no rows."""
     suffix = os.path.splitext(path)[1].lower()
     is_json = suffix in (".json", ".jsonl") or (options.dataset_type == "json" and suffix not in (".csv", ".tsv"))
@@ -121,21 +131,27 @@ def _rows(path: str, options: ReadingOptions, account: Account, columns: dict[st
         separator, names = _header(path)
         table = _csv_rows(path, separator, names, account)
     if not names:
-        yield from ((None, None, None) for _ in table if is_json)  # objects without fields
+        for _ in table if is_json else ():  # objects without fields
+            yield None, [None] * len(keys), None
         return
     image = find_column(names, options.image_key, IMAGE_COLUMNS, "image", path)
-    caption = find_column(names, options.caption_key, CAPTION_COLUMNS, "caption", path)
+    captions = [find_column(names, key, CAPTION_COLUMNS, "caption", path) for key in keys]
     if options.id_column is not None:
         find_column(names, options.id_column, (), "id", path)
     columns.setdefault("image", image)
-    columns.setdefault("caption", caption)
+    columns.setdefault("caption", ", ".join(captions))
     for record in table:
-        found, value = record.get(image), record.get(caption)
+        found = record.get(image)
         if isinstance(found, dict):  # as `datasets` writes an image
             found = found.get("path")
-        values = value if isinstance(value, list) else [value]
-        texts = [text for text in map(_text, values) if text is not None]
-        yield _text(found) or None, texts or None, _text(record.get(options.id_column or ""))
+        texts = [_texts(record.get(caption)) for caption in captions]
+        yield _text(found) or None, texts, _text(record.get(options.id_column or ""))
+
+
+def _texts(value: Any) -> list[str] | None:
+    """Return the texts in a value, which may be a list, or None if there are none."""
+    values = value if isinstance(value, list) else [value]
+    return [text for text in map(_text, values) if text is not None] or None
 
 
 def _text(value: Any) -> str | None:

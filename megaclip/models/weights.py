@@ -98,7 +98,7 @@ def compare_weights(model: DualEncoder, state_dict: StateDict, names: AbstractSe
     )
 
 
-def fit_model(model: DualEncoder, tensors: StateDict, source: str) -> tuple[StateDict, str]:
+def fit_model(model: DualEncoder, tensors: StateDict, source: str, *, kept_positions: int = 0) -> tuple[StateDict, str]:
     """Return the weights of a whole model by the names of `model`, and one line for the log.
 
     A missing `logit_bias` (CLIP's weights, used with the sigmoid loss) is set to the model's initial value; open_clip
@@ -108,11 +108,13 @@ def fit_model(model: DualEncoder, tensors: StateDict, source: str) -> tuple[Stat
         model: not changed.
         tensors: by open_clip's names.
         source: name of the weights for errors.
+        kept_positions: --keep-text-positions, the number of first text positions that a longer context keeps. 0: all
+            are interpolated.
 
     Raises:
         CheckpointError: the weights do not fit the model.
     """
-    weights, config = _fit_positions(from_open_clip(tensors, model.config), model), model.config
+    weights, config = _fit_positions(from_open_clip(tensors, model.config), model, kept_positions), model.config
     if config.init_logit_bias is not None and "logit_bias" not in weights:
         weights["logit_bias"] = torch.full((1,), float(config.init_logit_bias))
         logger.info("the weights have no logit_bias; it starts at init_logit_bias %g", config.init_logit_bias)
@@ -122,7 +124,9 @@ def fit_model(model: DualEncoder, tensors: StateDict, source: str) -> tuple[Stat
     return weights, str(report)
 
 
-def fit_tower(model: DualEncoder, tower: str, tensors: StateDict, source: str) -> tuple[StateDict, str]:
+def fit_tower(
+    model: DualEncoder, tower: str, tensors: StateDict, source: str, *, kept_positions: int = 0
+) -> tuple[StateDict, str]:
     """Return the weights of one tower by the names of `model`, and one line for the log.
 
     The tensors can be those of a whole open_clip model, from which one tower is read, or only of open_clip's tower, as
@@ -136,13 +140,14 @@ def fit_tower(model: DualEncoder, tower: str, tensors: StateDict, source: str) -
         tower: "image" or "text".
         tensors: by the names of the file.
         source: name of the weights for the log and for errors.
+        kept_positions: as for `fit_model`.
 
     Raises:
         CheckpointError: the weights do not fit the tower.
     """
     own = {name for name in model.named_weights() if name.startswith(TOWER_PREFIXES[tower])}
     reading = max(_readings(tensors, model, tower), key=lambda one: len(own & one.weights.keys()))
-    weights, ignored, required = _fit_positions(reading.weights, model), list(reading.ignored), own
+    weights, ignored, required = _fit_positions(reading.weights, model, kept_positions), list(reading.ignored), own
     if reading.is_trunk:
         classifier, report = _classifier(model) if tower == "image" else set(), compare_weights(model, weights, own)
         unused = set(report.unexpected)
@@ -237,7 +242,7 @@ def _classifier(model: DualEncoder) -> set[str]:
     return {name for name, parameter in model.named_parameters() if id(parameter) in found}
 
 
-def _fit_positions(state_dict: StateDict, model: DualEncoder) -> StateDict:
+def _fit_positions(state_dict: StateDict, model: DualEncoder, kept_positions: int) -> StateDict:
     """Return weights whose position embeddings are interpolated to the model's image size and context length.
 
     In vision transformers the positions are those of a class token and the patches. Those of timm's trunks are
@@ -259,15 +264,42 @@ def _fit_positions(state_dict: StateDict, model: DualEncoder) -> StateDict:
             adapted[name] = torch.cat([class_1C, patches_1Chw[0].flatten(1).T])
             logger.info("interpolated positions of %d x %d patches to %d x %d", old_grid, old_grid, *grid)
     name, positions = "text.positional_embedding", getattr(model.text, "positional_embedding", None)
-    if _differs_in_length(adapted.get(name), positions):
-        assert positions is not None
-        length = gathered_shape(positions)[0]
-        logger.info("interpolated positions of %d tokens to %d", len(adapted[name]), length)
-        adapted[name] = F.interpolate(adapted[name].float().T[None], length, mode="linear")[0].T
+    differs = _differs_in_length(adapted.get(name), positions)
+    length, old = (gathered_shape(positions)[0], len(adapted[name])) if differs and positions is not None else (0, 0)
+    if kept_positions and not kept_positions + 1 < old < length:
+        raise CheckpointError(
+            f"--keep-text-positions {kept_positions} requires weights of a text tower with more positions, and a model "
+            f"with a longer context_length than theirs (positions to stretch: {old or 'none'}, context_length: "
+            f"{length or 'theirs'}); leave it out, or set context_length in the model's JSON"
+        )
+    if differs:
+        unchanged = f", the first {kept_positions} unchanged" if kept_positions else ""
+        logger.info("interpolated positions of %d tokens to %d%s", old, length, unchanged)
+        table = adapted[name].float()
+        adapted[name] = (
+            stretched_positions(table, length, kept_positions)
+            if kept_positions
+            else F.interpolate(table.T[None], length, mode="linear")[0].T
+        )
     name, trunk = "visual.trunk.pos_embed", getattr(model.visual, "trunk", None)
     if name in adapted and isinstance(getattr(trunk, "pos_embed", None), nn.Parameter):
         adapted[name] = _timm_positions(adapted[name], trunk)
     return adapted
+
+
+def stretched_positions(positions_LC: torch.Tensor, length: int, kept: int) -> torch.Tensor:
+    """Return text positions (length, C) whose first `kept` are unchanged, and the rest interpolated linearly.
+
+    New position kept + k is at kept + k / ratio among the old ones, with ratio = (length - kept) / (L - kept). The last
+    ones are extrapolated. 77 positions, 20 of them kept, become 248 at ratio 4 as in Zhang et al., "Long-CLIP:
+    Unlocking the Long-Text Capability of CLIP", ECCV 2024, section 3.1.
+    """
+    old = len(positions_LC)
+    place = torch.arange(length - kept, dtype=torch.float64) * (old - kept) / (length - kept) + kept
+    below = place.long().clamp(max=old - 2)
+    share = (place - below).to(positions_LC.dtype)[:, None]
+    stretched = positions_LC[below] * (1 - share) + positions_LC[below + 1] * share
+    return torch.cat([positions_LC[:kept], stretched])
 
 
 def _timm_positions(positions: torch.Tensor, trunk: Any) -> torch.Tensor:

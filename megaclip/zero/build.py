@@ -77,7 +77,11 @@ def build_engine(
             "a chunk by its own mean and deviation; use 2 or more"
         )
     pretrained = pretrained_weights(
-        model, arguments.pretrained, image=arguments.pretrained_image, text=arguments.pretrained_text
+        model,
+        arguments.pretrained,
+        image=arguments.pretrained_image,
+        text=arguments.pretrained_text,
+        kept_positions=arguments.keep_text_positions,
     )
     copy_weights(model, pretrained)
     if arguments.lock_image:

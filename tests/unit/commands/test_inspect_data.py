@@ -191,3 +191,16 @@ def test_meaningless_numbers_are_refused(tmp_path, inspect, capsys, monkeypatch,
     with pytest.raises(SystemExit) as caught:
         inspect_data.main()
     assert caught.value.code == 2 and wrong[0] in capsys.readouterr().err
+
+
+def test_several_keys_of_captions_are_counted(tmp_path, inspect):
+    """By hand: the first sample has both keys with three captions, the second has one caption."""
+    records = [{"short": "a", "long": ["b", "c"]}, {"short": "d"}, {"other": "e"}]
+    members = [(f"{n}.png", picture(n)) for n in range(3)]
+    members += [(f"{n}.json", json.dumps(record).encode()) for n, record in enumerate(records)]
+    path = write_tar(tmp_path / "0.tar", members)
+    _, output = inspect(path, "--caption-key", "short:2,long:1", "--max-bad-fraction", 1, "--json")
+    report = json.loads(output[output.index("{") :])
+    assert report["sample"]["samples_with_caption_key"] == {"short": 2, "long": 1}
+    assert report["sample"]["captions_per_image"] == {"min": 1.0, "median": 2.0, "p95": 2.9, "max": 3.0}
+    assert report["sample"]["bad"] == {"missing caption": 1}

@@ -106,7 +106,7 @@ def test_the_sum_over_the_files_of_a_folder(files):
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(CONTENTS[kind])
         try:
-            source = ImageFolder(place, caption_keys=CaptionKeys())
+            source = ImageFolder(place, caption_keys=[CaptionKeys()])
         except DataError as error:
             assert "\n" not in str(error)
         else:

@@ -36,7 +36,7 @@ WHOLE = archive(range(5)), archive(range(5, 8))
 
 
 def walk(path):
-    return walk_shard(path, ("jpg", "png"), ("txt",))
+    return walk_shard(path, ("jpg", "png"), (("txt",),))
 
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])

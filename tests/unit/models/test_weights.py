@@ -10,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megaclip.checkpoint.open_clip_weights import pretrained_weights
 from megaclip.errors import CheckpointError
 from megaclip.models import DualEncoder, ModelConfig, OpenClipConfig, build_model
 from megaclip.models.open_clip_keys import to_open_clip
+from megaclip.models.weights import stretched_positions
 from tests.open_clip_families import HUGGING_FACE, family
 from tests.pretrained import load_pretrained, load_pretrained_tower
 
@@ -168,3 +170,32 @@ def test_weights_that_do_not_fit_change_nothing(tmp_path, change, message):
     ):
         load_pretrained_tower(model, "image", written(tmp_path, theirs))
     assert all(torch.equal(value, before[name]) for name, value in values(model).items())
+
+
+def _long_clip(positions, kept, factor):
+    """Long-CLIP's formula at an integer ratio, element by element: between neighbours, and beyond the last one."""
+    rows = [positions[n] for n in range(kept)]
+    for n in range(kept, len(positions)):
+        step = positions[n + 1] - positions[n] if n + 1 < len(positions) else positions[n] - positions[n - 1]
+        rows += [positions[n] + step * j / factor for j in range(factor)]
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("from_text_flag", [False, True])
+def test_a_longer_context_keeps_the_first_positions_as_long_clip(tmp_path, from_text_flag):
+    source = built(OWN, 1)
+    longer = OWN.replace(text_cfg={**OWN.text_cfg.model_dump(exclude_unset=True), "context_length": 2 + 4 * 4})
+    path = written(tmp_path, to_open_clip(values(source), OWN))
+    flags = {"text": path} if from_text_flag else {}
+    weights = pretrained_weights(built(longer, 2), path, **flags, kept_positions=2)
+    expected = _long_clip(values(source)["text.positional_embedding"].double(), 2, 4)
+    stretched = weights["text.positional_embedding"]
+    assert stretched.shape == (18, 32) and torch.equal(stretched[:2], values(source)["text.positional_embedding"][:2])
+    torch.testing.assert_close(stretched.double(), expected, rtol=0, atol=1e-7)
+    table = torch.randn(77, 4)
+    torch.testing.assert_close(stretched_positions(table, 248, 20), _long_clip(table, 20, 4))  # the paper's sizes
+    third = stretched_positions(torch.arange(5.0)[:, None], 11, 1)[:, 0]  # by hand: ratio 10 / 4
+    torch.testing.assert_close(third, torch.tensor([0.0, *(1 + k * 0.4 for k in range(10))]))
+    for model, kept in ((source, 2), (built(longer, 2), 5)):  # nothing to stretch; one position could not be stretched
+        with pytest.raises(CheckpointError, match=f"--keep-text-positions {kept} requires"):
+            pretrained_weights(model, path, kept_positions=kept)

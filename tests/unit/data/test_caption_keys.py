@@ -1,0 +1,193 @@
+"""Several keys of --caption-key: parsing, draws by weight, keys that a sample lacks, and every kind of source."""
+
+import functools
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from megaclip.data import ImageTransform, open_pairs
+from megaclip.data.batch import BadSample, Captions, KeyShare, RawSample
+from megaclip.data.captions import weighted_keys
+from megaclip.data.reading import TrainReader
+from megaclip.data.sources import check_manifest
+from megaclip.errors import DataError
+from tests.unit.data.data_samples import picture, write_tar
+
+RECORDS = [
+    {"short": "s 0", "long": ["l 0", "l 10"], "a:b,c": "x 0"},
+    {"short": "s 1", "long": None, "a:b,c": "x 1"},
+    {"short": " ", "long": "l 2", "a:b,c": "x 2"},
+    {"a:b,c": "x 3"},
+    {"short": "s 4", "long": [], "a:b,c": ""},
+]
+"""Sample 3 has neither `short` nor `long`."""
+
+
+def tar_of_json(folder):
+    members = [m for n, r in enumerate(RECORDS) for m in ((f"{n}.png", picture(n)), (f"{n}.json", encoded(r)))]
+    return write_tar(folder / "shard.tar", members)
+
+
+def folder_of_json(folder):
+    for number, record in enumerate(RECORDS):
+        (folder / f"{number}.png").write_bytes(picture(number))
+        (folder / f"{number}.json").write_bytes(encoded(record))
+    return folder
+
+
+def json_lines(folder):
+    for number in range(len(RECORDS)):
+        (folder / f"{number}.png").write_bytes(picture(number))
+    rows = [{"image": f"{number}.png", **record} for number, record in enumerate(RECORDS)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder / "pairs.jsonl"
+
+
+def parquet(folder):
+    import datasets
+
+    columns = {"image": [picture(number) for number in range(len(RECORDS))]}
+    lists = [record.get("long") for record in RECORDS]
+    columns["long"] = [[value] if isinstance(value, str) else value for value in lists]
+    columns |= {key: [record.get(key) for record in RECORDS] for key in ("short", "a:b,c")}
+    datasets.Dataset.from_dict(columns).to_parquet(folder / "pairs.parquet")
+    return folder / "pairs.parquet"
+
+
+def encoded(record):
+    return json.dumps(record).encode()
+
+
+@pytest.mark.parametrize("make", [tar_of_json, folder_of_json, json_lines, parquet])
+def test_every_source_has_the_captions_of_all_keys(tmp_path, make):
+    """A key that a sample lacks, or whose captions are blank, is left out; a sample without any key is bad."""
+    spec = [str(make(tmp_path))]
+    dataset = open_pairs(spec, caption_key="short:3, long:1")
+    short, long = (functools.partial(KeyShare, *pair) for pair in (("short", 3.0), ("long", 1.0)))
+    expected = [
+        (("s 0", "l 0", "l 10"), (short(1), long(2))),
+        (("s 1",), (short(1),)),
+        (("l 2",), (long(1),)),
+        None,
+        (("s 4",), (short(1),)),
+    ]
+    for row, captions in enumerate(expected):
+        if captions is None:
+            with pytest.raises(BadSample) as caught:
+                dataset.read(row)
+            assert caught.value.kind == "missing caption"
+        else:
+            sample = dataset.read(row)
+            assert (sample.alternatives or (sample.caption,), sample.shares) == captions
+            assert sample.image == picture(row) and dataset.caption(row) == "\n".join(captions[0])
+    assert open_pairs(spec, caption_key="a:b,c:1").caption(3) == "x 3"
+    with pytest.raises(DataError, match=r"no .*lnog"):
+        open_pairs(spec, caption_key="short:3,lnog:1")
+
+
+def test_members_of_tar_shards_are_keys(tmp_path):
+    members = [
+        ("0.png", picture(0)), ("0.short", b"s 0"), ("0.long.txt", b"l 0"), ("0.txt", b"spare"),
+        ("1.png", picture(1)), ("1.json", encoded({"short": "s 1"})), ("1.long.txt", b"\xfc"),
+        ("2.png", picture(2)), ("2.long.txt", b"l 2"),
+        ("3.png", picture(3)),
+    ]  # fmt: skip
+    dataset = open_pairs(
+        [str(write_tar(tmp_path / "0.tar", members))], caption_key="short,long.txt", max_bad_fraction=1
+    )
+    assert [dataset.read(row).alternatives or dataset.read(row).caption for row in (0, 2)] == [("s 0", "l 0"), "l 2"]
+    with pytest.raises(BadSample, match="caption is not UTF-8"):
+        dataset.read(1)
+    account = dataset.accounts[0]
+    assert account.problems == {"missing caption": 1} and account.seen == 10 == account.in_samples + 1
+    assert dataset.columns[0]["caption"] == ".long.txt (3), .short (1), json.short (1)"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, [("", None)]),
+        ("alt;txt", [("alt;txt", None)]),
+        ("dc:title", [("dc:title", None)]),
+        ("short:0.7,long:0.3", [("short", 0.7), ("long", 0.3)]),
+        ("json.dc:title:2 , a,b:1e-1", [("json.dc:title", 2.0), ("a,b", 0.1)]),
+        ("short, long", [("short", None), ("long", None)]),
+        ("view:1:1", [("view:1", 1.0)]),
+        ("a;b:1,txt:2", [("a;b", 1.0), ("txt", 2.0)]),
+    ],
+)
+def test_keys_with_weights_are_parsed(value, expected):
+    assert [(key.name, key.weight) for key in weighted_keys(value)] == expected
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "-Infinity", "1e400", "1.2.3"])
+def test_a_weight_that_is_not_positive_and_finite_is_refused(weight):
+    with pytest.raises(DataError, match=r"has the weight .*; use a positive, finite number"):
+        weighted_keys(f"short:{weight},long:1")
+
+
+@pytest.mark.parametrize("value", ["short:1,long", "short:1,short:2", "a,,b", ",", "a:1,:2"])
+def test_incomplete_keys_are_refused(value):
+    with pytest.raises(DataError, match="--caption-key"):
+        weighted_keys(value)
+
+
+def test_keys_are_drawn_by_weight_among_those_that_the_sample_has():
+    """With weights 5, 3 and 2, a sample without the second key has the others with 5/7 and 2/7 (four deviations)."""
+    keys = [KeyShare("a", 5e300, 1), KeyShare("b", 3e300, 2), KeyShare("c", 2e300, 1)]
+    for shares, weights in (
+        (keys, {"a": 0.5, "b 0": 0.15, "b 1": 0.15, "c": 0.2}),
+        (keys[::2], {"a": 5 / 7, "c": 2 / 7}),
+    ):
+        texts = [text for text in ("a", "b 0", "b 1", "c") if text[0] in [share.key for share in shares]]
+        raw = RawSample.of(b"", Captions(tuple(texts), tuple(shares)), "")
+        drawn = Counter(raw.caption_of(7, epoch, number) for epoch in range(4) for number in range(5000))
+        for text, weight in weights.items():
+            assert abs(drawn[text] - 20_000 * weight) < 4 * (20_000 * weight * (1 - weight)) ** 0.5
+        epochs = {tuple(raw.caption_of(seed, epoch, n) for n in range(50)) for seed in (0, 1) for epoch in (0, 1)}
+        assert len(epochs) == 4  # seeds and epochs draw differently
+
+
+def test_keys_without_weights_are_taken_in_turn():
+    """In six epochs every caption of two keys with one and three captions comes 3 and 1 times."""
+    raw = RawSample.of(b"", Captions(("a", "b 0", "b 1", "b 2"), (KeyShare("a", None, 1), KeyShare("b", None, 3))), "")
+    assert Counter(raw.caption_of(0, epoch, 11) for epoch in range(6)) == {"a": 3, "b 0": 1, "b 1": 1, "b 2": 1}
+
+
+class _Words:
+    """Tokenizer stand-in: the number in a caption, and whether it is long."""
+
+    context_length = 2
+
+    def __call__(self, captions):
+        import torch
+
+        return torch.tensor([[int(caption.split()[1]), caption[0] == "l"] for caption in captions])
+
+
+def test_training_draws_the_same_captions_in_any_division_of_a_batch(tmp_path):
+    members = [
+        member
+        for n in range(40)
+        for member in ((f"{n}.png", picture(n)), (f"{n}.json", encoded({"short": f"s {n}", "long": f"l {n}"})))
+    ]
+    dataset = open_pairs([str(write_tar(tmp_path / "0.tar", members))], caption_key="short:0.5,long:0.5")
+    reader = TrainReader(dataset, ImageTransform(8, training=True), _Words(), seed=3)
+    ids, epochs = np.arange(40), np.full(40, 2)
+    whole = reader.read(ids, epochs).batch.tokens.tolist()
+    alone = [reader.read(ids[[n]], epochs[[n]]).batch.tokens.tolist()[0] for n in reversed(range(40))]
+    assert whole == alone[::-1] and 8 < sum(is_long for _, is_long in whole) < 32
+
+
+def test_other_keys_or_weights_are_other_data_for_a_resume(tmp_path):
+    spec = [str(tar_of_json(tmp_path))]
+    manifests = [open_pairs(spec, caption_key=key).manifest() for key in ("short", "short:3,long:1", "short:1,long:1")]
+    for saved in manifests:
+        for current in manifests:
+            if saved == current:
+                check_manifest(json.loads(json.dumps(saved)), current)
+            else:
+                with pytest.raises(DataError, match="keys of --caption-key"):
+                    check_manifest(saved, current)
