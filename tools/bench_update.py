@@ -38,6 +38,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from megaclip.comm.collectives import gather_objects
+from megaclip.config.training import DEEPSPEED_DEFAULTS
 from megaclip.engine import trainer
 from megaclip.engine.process_group import start_process_group
 from megaclip.zero import build
@@ -114,6 +115,7 @@ def measure(options: argparse.Namespace, stage: int, way: str) -> Row:
         path.write_text(json.dumps(ds_config(options, stage, way)))
         case = Case(options.model, path, "pure_bf16", [], workers=0)
         own = mock.patch.object(build, "group_kernels", lambda engine: None)
+        DEEPSPEED_DEFAULTS["bf16"]["check_grad_overflow"] = way == "deepspeed"  # ds_config.json may not set it
         with nullcontext() if way == "megaclip" else own:
             steps = MegaclipSteps(case, Clock(device))
         updates = Updates(row, device)
@@ -167,8 +169,6 @@ def ds_config(options: argparse.Namespace, stage: int, way: str) -> dict[str, An
     config["optimizer"]["params"]["torch_adam"] = options.torch_adam
     if stage and not options.fp32:
         config["bf16"] = {"enabled": True}
-        if way != "megaclip" and stage < 3:
-            config["bf16"]["check_grad_overflow"] = way == "deepspeed"
     return config
 
 

@@ -70,8 +70,7 @@ def measured_workload(row: dict[str, Any]) -> Workload:
     config = TrainingConfig(path=Path("row"), deepspeed=ds_config, megaclip=MegaclipSection(**section))
     workload = Workload.of(load_model_config(row["model"], section.get("towers", "auto")), config, row["world_size"])
     workload = replace(workload, text_positions_saved=row.get("text_positions_saved", 0.0))
-    workload = workload.with_megaclip(compile=row.get("compiled", False))
-    return workload if "update_ms" in row else replace(workload, checks_gradients=True)
+    return workload.with_megaclip(compile=row.get("compiled", False))
 
 
 def _compare_row(row: dict[str, Any], cluster: Cluster) -> int:

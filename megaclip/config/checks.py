@@ -77,6 +77,11 @@ _REFUSED = {
 _FIXED: dict[str, tuple[Any, str]] = {
     "zero_optimization.load_from_fp32_weights": (True, "a resumed run would start from weights rounded to bfloat16"),
     "zero_optimization.compute_grad_norm": (True, "the run needs the norm to detect NaN"),
+    "bf16.check_grad_overflow": (
+        False,
+        "it checks every gradient alone, which slows down the update, and a run always refuses an update whose "
+        "gradient norm is infinite or NaN",
+    ),
     "zero_optimization.offload_optimizer.ratio": (
         1,
         "DeepSpeed updates the weights that stay on the GPU with another "
@@ -277,11 +282,6 @@ def _check_precision(config: DsConfig, values: dict[str, Any]) -> None:
     tests/distributed/test_engine_guards.py shows that bf16 at stage 0 gives different results.
     """
     accumulate, stage = config.data_types.grad_accum_dtype, int(config.zero_optimization.stage)
-    if values.get("bf16.check_grad_overflow") and not (config.bf16.enabled and stage in (1, 2)):
-        raise ConfigError(
-            f"bf16.check_grad_overflow has no effect at zero_optimization.stage {stage}"
-            f"{'' if config.bf16.enabled else ' without bf16.enabled'}; leave it out"
-        )
     if not config.bf16.enabled:
         if accumulate == "bf16":
             raise ConfigError(

@@ -118,11 +118,6 @@ class TrainingConfig:
         return config
 
     @property
-    def checks_each_gradient(self) -> bool:
-        """True if DeepSpeed checks every gradient for infinity and NaN, in addition to the run's check of the norm."""
-        return self.bf16 and self.zero_stage in (1, 2) and bool(self.for_deepspeed["bf16"]["check_grad_overflow"])
-
-    @property
     def zero(self) -> DeepSpeedZeroConfig:
         """Section zero_optimization, with DeepSpeed's defaults."""
         return self.settings.zero_optimization

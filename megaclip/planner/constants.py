@@ -97,9 +97,6 @@ ViT-L/14 at ZeRO-1 on two H200s, 3.6 and 6.4 ms. On one H200 they take 6.0 and 1
 UPDATE_TENSOR_SECONDS = 0.11e-3
 """Seconds of host time that an update at ZeRO-3 takes per parameter tensor, limited by kernel launches: DeepSpeed's own
 update of ViT-B/16 with 397 tensors takes 44 ms on one H200. The plan is an upper bound for the grouped update."""
-UPDATE_CHECK_SECONDS = 0.163e-3
-"""Seconds of host time per parameter tensor of this rank at ZeRO-1 and 2 with bf16.check_grad_overflow: the update of
-ViT-B/16 takes 65 ms."""
 UPDATE_BYTES = 104
 """Bytes per trained parameter that DeepSpeed's own update reads and writes on the GPU: 5.6 ms for the 150 M of ViT-B/16
 on an H200."""

@@ -38,7 +38,6 @@ from megaclip.planner.constants import (
     OFFLOADED_ADAM_BYTES,
     OFFLOADED_ADAM_RATE,
     UPDATE_BYTES,
-    UPDATE_CHECK_SECONDS,
     UPDATE_TENSOR_SECONDS,
     ZERO_3_BLOCK_SECONDS,
     ZERO_3_GATHER_SECONDS,
@@ -195,13 +194,12 @@ def _host_seconds(workload: Workload, work: TowerWork) -> float:
 
 
 def _update_seconds(workload: Workload, cluster: Cluster) -> float:
-    """Return the seconds of the update. At ZeRO-1 and 2 a rank updates whole tensors, at ZeRO-3 a part of each."""
+    """Return the seconds of the update. At ZeRO-3 a rank updates a part of every tensor."""
     stage, ranks = workload.zero.stage, workload.replicas
     if workload.offload_optimizer != "none":
         return workload.trained / ranks * OFFLOADED_ADAM_BYTES / OFFLOADED_ADAM_RATE
     own = workload.trained / (ranks if stage else 1)
-    if stage < 3 and not workload.checks_gradients:
+    if stage < 3:
         return GROUPED_UPDATE_SECONDS + own * GROUPED_UPDATE_BYTES / cluster.rates.memory
     tensors = sum(len(parameters.trainable) for parameters in workload.parameters)
-    launches = tensors * UPDATE_TENSOR_SECONDS if stage == 3 else tensors / ranks * UPDATE_CHECK_SECONDS
-    return launches + own * UPDATE_BYTES / cluster.rates.memory
+    return tensors * UPDATE_TENSOR_SECONDS + own * UPDATE_BYTES / cluster.rates.memory

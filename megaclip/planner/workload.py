@@ -91,8 +91,6 @@ class Workload:
     """Bytes per trained parameter of the optimizer's states and of the moving average, without the float32 master."""
     optimizer_temporary_bytes: int
     """Bytes per trained parameter that the optimizer takes during its step only."""
-    checks_gradients: bool = False
-    """True if DeepSpeed checks every gradient for infinity and NaN (bf16.check_grad_overflow)."""
     checkpointing: str = ""
     """Activation checkpointing: "", "gpu" or "cpu" (the blocks' inputs are kept in host memory)."""
     image_unlocked: int | None = None
@@ -143,7 +141,6 @@ class Workload:
             optimizer=config.optimizer.type,
             optimizer_state_bytes=_optimizer_state_bytes(config) + (4 if config.megaclip.ema_decay else 0),
             optimizer_temporary_bytes=_optimizer_temporary_bytes(config),
-            checks_gradients=config.checks_each_gradient,
             checkpointing=checkpoints_to if config.activation_checkpointing else "",
             **run,
         )

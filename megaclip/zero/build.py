@@ -105,11 +105,6 @@ def build_engine(
     group_kernels(engine)
     guard_gradients(engine)
     step_without_history(engine)
-    if config.checks_each_gradient:
-        logger.warning(
-            "bf16.check_grad_overflow checks every gradient alone, which slows down the update; leave it out: a run "
-            "always refuses an update whose gradient norm is infinite or NaN"
-        )
     _describe(engine, config, model, compiled)
     _warn_of_bf16_accumulation(config, max(batch_layout.accumulation, batch_layout.text_chunks))
     return engine

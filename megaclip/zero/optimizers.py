@@ -68,8 +68,8 @@ def guard_gradients(engine: DeepSpeedEngine) -> None:
     """Make the optimizer refuse an update whose global gradient norm is infinite or NaN.
 
     DeepSpeed refuses it at ZeRO-3 and in float32. In bf16 at ZeRO-1 and 2 DeepSpeed refuses it only if it also checks
-    every gradient alone (bf16.check_grad_overflow). With this function it checks the norm, and every gradient only if
-    requested.
+    every gradient alone (bf16.check_grad_overflow), which ds_config.json may not set. With this function it checks the
+    norm.
     """
     optimizer = engine.optimizer
     if getattr(optimizer, "check_grad_overflow", None) is False:

@@ -90,8 +90,6 @@ class Case:
     """Number of text chunks per rank; 0: as many as image chunks."""
     embeddings_on_cpu: bool = False
     bf16: bool = False
-    check_overflow: bool | None = None
-    """bf16.check_grad_overflow, DeepSpeed's own check of bf16 gradients. None: not set."""
     grad_accum_dtype: str | None = None
     checkpointing: str = ""
     """"", "plain" or "cpu"."""
@@ -429,8 +427,6 @@ def training_config(case: Case) -> TrainingConfig:
     }
     if case.optimizer in ("SGD", "Lion") and case.stage:
         config["zero_allow_untested_optimizer"] = True
-    if case.check_overflow is not None:
-        config["bf16"]["check_grad_overflow"] = case.check_overflow
     if case.grad_accum_dtype:
         config["data_types"] = {"grad_accum_dtype": case.grad_accum_dtype}
     if case.checkpointing:

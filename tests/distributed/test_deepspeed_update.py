@@ -39,7 +39,6 @@ for _stage, _name, _changes in (
     *((stage, "offloaded", {"offload": "optimizer"}) for stage in (1, 3)),
     *((stage, "SGD", {"optimizer": "SGD"}) for stage in (1, 3)),
     (2, "Lion", {"optimizer": "Lion"}),
-    *((stage, "checked", {"check_overflow": True}) for stage in (1, 2)),
 ):
     CASES[f"zero{_stage} bf16 {_name}"] = replace(Case(_stage, 2, bf16=True, clipping=ACTIVE), **_changes)
 CASES["zero2 bf16 summed in fp32"] = Case(2, 2, bf16=True, clipping=ACTIVE, grad_accum_dtype="fp32", text_chunks=1)
