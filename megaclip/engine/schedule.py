@@ -90,10 +90,13 @@ def chosen_schedule(arguments: TrainArguments, length: RunLength, peak_rate: flo
     if arguments.warmup is None and warmup < LONGEST_DEFAULT_WARMUP:
         logger.info("warm-up of %d steps, a tenth of the run; change it with --warmup", warmup)
     if arguments.lr_scheduler == "const":
-        return constant(warmup)
+        return _with_decay(warmup, math.inf, math.inf, 1.0, lambda progress: 1.0)
     if arguments.lr_scheduler == "cosine":
         _check_last_rate("--lr-min", arguments.lr_min, peak_rate)
-        return cosine(warmup, total_steps, arguments.lr_min / peak_rate)
+        end_factor = arguments.lr_min / peak_rate
+        return _with_decay(
+            warmup, warmup, total_steps, end_factor, lambda progress: 0.5 * (1 + math.cos(math.pi * progress))
+        )
     cooldown_steps = arguments.cooldown_steps or length.steps_in(arguments.epochs_cooldown or 1)
     if warmup + cooldown_steps > total_steps:
         raise ConfigError(
@@ -102,7 +105,8 @@ def chosen_schedule(arguments: TrainArguments, length: RunLength, peak_rate: flo
         )
     _check_last_rate("--lr-cooldown-end", arguments.lr_cooldown_end, peak_rate)
     end_factor = arguments.lr_cooldown_end / peak_rate
-    return constant_with_cooldown(warmup, total_steps, cooldown_steps, arguments.lr_cooldown_power, end_factor)
+    start, power = total_steps - cooldown_steps, arguments.lr_cooldown_power
+    return _with_decay(warmup, start, total_steps, end_factor, lambda progress: (1 - progress) ** power)
 
 
 def _check_last_rate(flag: str, rate: float, peak_rate: float) -> None:
@@ -111,29 +115,6 @@ def _check_last_rate(flag: str, rate: float, peak_rate: float) -> None:
             f"{flag} {rate} is above the peak learning rate optimizer.params.lr, {peak_rate}; set {flag} {peak_rate} "
             "or less"
         )
-
-
-def constant(warmup_steps: int) -> Schedule:
-    """Return a linear warm-up over `warmup_steps`, followed by 1."""
-    return _with_decay(warmup_steps, math.inf, math.inf, 1.0, lambda progress: 1.0)
-
-
-def cosine(warmup_steps: int, total_steps: int, end_factor: float = 0.0) -> Schedule:
-    """Return a linear warm-up, followed by half a cosine from 1 down to `end_factor` at `total_steps`."""
-    return _with_decay(
-        warmup_steps, warmup_steps, total_steps, end_factor, lambda progress: 0.5 * (1 + math.cos(math.pi * progress))
-    )
-
-
-def constant_with_cooldown(
-    warmup_steps: int, total_steps: int, cooldown_steps: int, power: float, end_factor: float
-) -> Schedule:
-    """Return a linear warm-up, followed by 1 and, over the last `cooldown_steps`, a polynomial decay to `end_factor`.
-
-    power: degree of the polynomial.
-    """
-    start = total_steps - cooldown_steps
-    return _with_decay(warmup_steps, start, total_steps, end_factor, lambda progress: (1 - progress) ** power)
 
 
 def _with_decay(

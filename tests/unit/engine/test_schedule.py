@@ -1,11 +1,13 @@
 """The learning-rate schedules equal those of open_clip at every step."""
 
 import itertools
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import pytest
 
-from megaclip.engine.schedule import constant, constant_with_cooldown, cosine, default_warmup
+from megaclip.config import parse_arguments
+from megaclip.engine.schedule import RunLength, chosen_schedule, default_warmup
 from tests.tolerances import SCALAR, assert_close
 
 scheduler = pytest.importorskip("open_clip_train.scheduler", reason="open_clip's training package is the oracle")
@@ -26,18 +28,25 @@ def theirs(function, *arguments, **keywords) -> list[float]:
     return rates
 
 
-def ours(schedule) -> list[float]:
-    return [RATE * schedule(step) for step in range(TOTAL)]
+def ours(scheduler: str, warmup: int, *flags: object, steps: Iterable[int] = range(TOTAL)) -> list[float]:
+    words = ["--deepspeed_config", "x", "--model", "x", "--train-data", "x", "--lr-scheduler"]
+    arguments = parse_arguments([*words, scheduler, "--warmup", str(warmup), *map(str, flags)])
+    schedule = chosen_schedule(arguments, RunLength(1, 1, TOTAL), RATE)
+    return [RATE * schedule(step) for step in steps]
+
+
+def cooldown_flags(steps: int, power: float, end: float) -> tuple[object, ...]:
+    return "--cooldown-steps", steps, "--lr-cooldown-power", power, "--lr-cooldown-end", end
 
 
 @pytest.mark.parametrize("warmup", WARMUPS)
 def test_constant(warmup):
-    assert_close(ours(constant(warmup)), theirs(scheduler.const_lr, warmup, TOTAL), SCALAR)
+    assert_close(ours("const", warmup), theirs(scheduler.const_lr, warmup, TOTAL), SCALAR)
 
 
 @pytest.mark.parametrize("warmup", [*WARMUPS, TOTAL])
 def test_cosine(warmup):
-    assert_close(ours(cosine(warmup, TOTAL)), theirs(scheduler.cosine_lr, warmup, TOTAL), SCALAR)
+    assert_close(ours("cosine", warmup), theirs(scheduler.cosine_lr, warmup, TOTAL), SCALAR)
 
 
 @pytest.mark.parametrize(
@@ -45,13 +54,14 @@ def test_cosine(warmup):
 )
 def test_constant_with_cooldown(warmup, cooldown, power, end):
     expected = theirs(scheduler.const_lr_cooldown, warmup, TOTAL, cooldown, cooldown_power=power, cooldown_end_lr=end)
-    assert_close(ours(constant_with_cooldown(warmup, TOTAL, cooldown, power, end / RATE)), expected, SCALAR)
+    assert_close(ours("const-cooldown", warmup, *cooldown_flags(cooldown, power, end)), expected, SCALAR)
 
 
 def test_the_rate_stays_at_its_final_value_after_the_last_step():
     """A run that is resumed with more steps must not raise the rate again."""
-    assert [cosine(2, 10)(step) for step in (10, 11, 25)] == [0.0, 0.0, 0.0]
-    assert [constant_with_cooldown(2, 10, 4, 1.0, 0.5)(step) for step in (10, 11, 25)] == [0.5, 0.5, 0.5]
+    later = (TOTAL, TOTAL + 1, TOTAL + 15)
+    assert ours("cosine", 2, steps=later) == [0.0, 0.0, 0.0]
+    assert ours("const-cooldown", 2, *cooldown_flags(4, 1.0, 0.15), steps=later) == [0.15, 0.15, 0.15]
 
 
 @pytest.mark.parametrize(
