@@ -22,17 +22,15 @@ from megaclip.planner import (
     advice,
     advice_beyond_settings,
     describe,
+    faster_run,
     largest_batch,
     plan_memory,
     plan_time,
-    tensor_parallel_verdict,
-    zero_stage_verdict,
 )
 from megaclip.planner.cluster import gpu_preset, parse_size
 from megaclip.planner.compile_estimate import check_recomputation, compile_estimate
 from megaclip.planner.report import data_text, graphs_text, loss_table, memory_table, micro_batch_table, time_table
 from megaclip.planner.search import micro_batches
-from megaclip.planner.tensor_parallel import fastest_without
 from megaclip.planner.workload import EvaluationSets, nvme_paths
 from megaclip.step.layout import cuts_captions
 
@@ -157,22 +155,16 @@ def print_plan(workload: Workload, cluster: Cluster) -> int:
         print(f"RUN: {workload.steps:,} steps, {samples:,} samples: {hours:,.1f} hours, without evaluations and saves")
     print(f"\n{micro_batch_table(micro_batches(workload, cluster), batch.micro_batch)}")
     print(f"\nlargest batch that fits, all else the same: {_largest_batch(workload, cluster)}")
-    verdict = tensor_parallel_verdict(workload, cluster)
-    if not plan.refusals:
+    faster = faster_run(workload, cluster)
+    if plan.refusals:
+        print("this run DOES NOT FIT: " + "; ".join(plan.refusals))
+        for change in advice(workload, cluster) or [advice_beyond_settings(workload)]:
+            print(f"  it would with {change}")
+    else:
         print("this run fits")
-        if verdict:
-            print(verdict)
-        elif workload.tensor_ranks > 1 and (best := fastest_without(workload, cluster)):
-            print(f"without tensor parallelism: {best.settings} at {best.seconds:.3g} s per step")
-        if faster := zero_stage_verdict(workload, cluster):
-            print(faster)
-        return 0
-    print("this run DOES NOT FIT: " + "; ".join(plan.refusals))
-    for change in advice(workload, cluster) or [advice_beyond_settings(workload)]:
-        print(f"  it would with {change}")
-    if verdict:
-        print(verdict)
-    return 2
+    if faster:
+        print(faster)
+    return 2 if plan.refusals else 0
 
 
 def _largest_batch(workload: Workload, cluster: Cluster) -> str:

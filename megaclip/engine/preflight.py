@@ -37,9 +37,8 @@ from megaclip.planner import (
     Workload,
     advice,
     advice_beyond_settings,
+    faster_run,
     plan_memory,
-    tensor_parallel_verdict,
-    zero_stage_verdict,
 )
 from megaclip.planner.cluster import GPUS, describe
 from megaclip.planner.compile_estimate import check_recomputation, compile_estimate
@@ -82,9 +81,8 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
     with raise_on_all_ranks():
         _check_shared_memory(workload, cluster.gpus_per_host)
         _check_plan(plan, workload, cluster)
-    for verdict in (tensor_parallel_verdict(workload, cluster), zero_stage_verdict(workload, cluster)):
-        if verdict:
-            logger.warning("%s", verdict)
+    if faster := faster_run(workload, cluster):
+        logger.warning("%s", faster)
     logger.info("%s", summary(plan, workload, cluster))
     return plan
 

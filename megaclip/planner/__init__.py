@@ -9,15 +9,14 @@
 - `towers.py` has the work of both towers. `tower_costs.py` traces them for the costs of one sample. `states.py`,
   `phases.py`, `losses.py` and `traffic.py` are formulas, and `constants.py` has the measured numbers, with their
   sources.
-- `memory.py` and `step_time.py` combine them, `search.py` finds what fits, `tensor_parallel.py` decides whether tensor
-  parallelism pays, and `report.py` prints the plan.
+- `memory.py` and `step_time.py` combine them, `search.py` finds what fits and what would be faster, and
+  `report.py` prints the plan.
 """
 
 from megaclip.planner.cluster import Cluster, Rates, describe
 from megaclip.planner.memory import MemoryPlan, plan_memory
-from megaclip.planner.search import advice, advice_beyond_settings, largest_batch, zero_stage_verdict
+from megaclip.planner.search import advice, advice_beyond_settings, faster_run, largest_batch
 from megaclip.planner.step_time import StepTime, plan_time
-from megaclip.planner.tensor_parallel import tensor_parallel_verdict
 from megaclip.planner.workload import Workload
 
 __all__ = [
@@ -29,9 +28,8 @@ __all__ = [
     "advice",
     "advice_beyond_settings",
     "describe",
+    "faster_run",
     "largest_batch",
     "plan_memory",
     "plan_time",
-    "tensor_parallel_verdict",
-    "zero_stage_verdict",
 ]

@@ -1,5 +1,5 @@
-"""Search the largest batch of a workload that fits on a cluster, changes after which a run fits, and a faster ZeRO
-stage."""
+"""Search the largest batch of a workload that fits on a cluster, changes after which a run fits, and a faster run at
+another ZeRO stage or without tensor parallelism."""
 
 import math
 from collections.abc import Iterator
@@ -15,8 +15,9 @@ from megaclip.zero.settings import DeepSpeedZeroOffloadOptimizerConfig, DeepSpee
 
 _MOST_CHUNKS = 2**24
 _SMALL_BUCKET = 50_000_000
-_CLEARLY_FASTER = 0.95
-"""Largest share of a step's planned time that a lower ZeRO stage may take to be recommended."""
+_CLEARLY_FASTER, _ABOUT = 0.95, 1.02
+"""Share of a step's planned time below which other settings are recommended; factor below which times count as
+equal."""
 
 
 def fits(workload: Workload, cluster: Cluster) -> bool:
@@ -98,21 +99,54 @@ def advice_beyond_settings(workload: Workload) -> str:
     return f"more GPUs, a smaller batch or a smaller model{evaluation}: no setting of ds_config.json is enough"
 
 
-def zero_stage_verdict(workload: Workload, cluster: Cluster) -> str | None:
-    """Return a sentence with ZeRO-1 or 2, if a run at ZeRO-3 on GPUs fits there too and would be clearly faster.
+def faster_run(workload: Workload, cluster: Cluster) -> str | None:
+    """Return a sentence with a faster run at another ZeRO stage, or without tensor parallelism, if such a run fits.
 
-    At ZeRO-3 DeepSpeed gathers and releases the parameters of every block in every pass. workload: it fits.
+    At ZeRO-3 DeepSpeed gathers and releases the parameters of every block in every pass, and the towers wait for every
+    sum over a tensor-parallel group. The other run has the same batch, in one chunk or in several. Of runs that take
+    almost as long, it is the one with the lowest stage.
     """
-    if workload.zero.stage != 3 or not cluster.gpu_memory:
+    found = list(_alternatives(workload, cluster))
+    if not found:
         return None
-    seconds = plan_time(workload, cluster).total
-    for stage in (1, 2):
-        lower = workload.at_stage(stage)
-        if workload.runs_at_stage(stage) and fits(lower, cluster):
-            planned = plan_time(lower, cluster).total
-            if planned < _CLEARLY_FASTER * seconds:
-                return f"ZeRO-{stage} fits too and is planned at {planned:.3g} s per step, ZeRO-3 at {seconds:.3g} s"
-    return None
+    least, own = min(seconds for _, seconds in found), plan_time(workload, cluster).total
+    name, seconds = next(each for each in found if each[1] <= _ABOUT * least)
+    setting = f"ZeRO-{workload.zero.stage}"
+    if workload.tensor_ranks > 1:
+        setting, name = f"megaclip.tensor_parallel_size {workload.tensor_ranks}", f"{name} without it"
+    if not fits(workload, cluster):
+        return f"{setting} does not fit; {name} fits and is planned at {seconds:.3g} s per step"
+    if seconds >= _CLEARLY_FASTER * own:
+        return None
+    return f"{setting}: {name} fits too and is planned at {seconds:.3g} s per step instead of {own:.3g} s"
+
+
+def _alternatives(workload: Workload, cluster: Cluster) -> Iterator[tuple[str, float]]:
+    """Yield the settings and the seconds per step of runs that fit, among which `faster_run` searches."""
+    ranks, batch = workload.tensor_ranks, workload.batch
+    if ranks == 1:
+        for stage in (1, 2) if workload.zero.stage == 3 and cluster.gpu_memory else ():
+            if workload.runs_at_stage(stage) and fits(lower := workload.at_stage(stage), cluster):
+                yield f"ZeRO-{stage}", plan_time(lower, cluster).total
+        return
+    whole = workload.with_megaclip(tensor_parallel_size=1)
+    whole = whole.with_batch(micro_batch=math.gcd(ranks * batch.micro_batch, batch.local_batch))
+    if batch.local_batch % whole.batch.text_micro_batch:
+        return
+    for stage in filter(workload.runs_at_stage, (1, 2, 3)):
+        settings = ""
+        if stage > 1 and workload.coalesces:  # whole gradients would be kept to the end of the step
+            whole = whole.with_megaclip(coalesce_gradient_reduction=False)
+            whole = replace(whole, gradient_bytes=2 if workload.accumulates_in_bf16 else 4)
+            settings = ", megaclip.coalesce_gradient_reduction false"
+        sizes = micro_batches(whole.at_stage(stage), cluster)
+        for one in sorted(sizes, key=lambda one: one.workload.batch.micro_batch != ranks * batch.micro_batch):
+            size = one.workload.batch.micro_batch
+            other_chunks = "" if size == ranks * batch.micro_batch else f", train_micro_batch_size_per_gpu {size}"
+            passes = {each.backward_passes == 1 for each in (workload, one.workload)}  # one pass keeps its graphs
+            if not one.plan.refusals and len(passes) == 1:
+                changed = (settings + other_chunks).removeprefix(", ")
+                yield f"ZeRO-{stage}" + (f" ({changed})" if changed else ""), one.seconds
 
 
 def _shortage(workload: Workload, cluster: Cluster) -> float:

@@ -101,7 +101,7 @@ def test_impossible_numbers_are_refused(run: Run, flag: str, capsys: pytest.Capt
             "zero3",
             "ViT-B-32",
             "--gpus 8 --batch 4096 --micro-batch 64",
-            ["this run fits\nZeRO-2 fits too and is planned at "],
+            ["this run fits\nZeRO-3: ZeRO-2 fits too and is planned at "],
         ),
         (
             "zero1",
