@@ -1,4 +1,4 @@
-"""Checkpoints: atomic save, exact resume on any number of ranks, import from and export to open_clip's format.
+"""Checkpoints: atomic save, exact resume on any number of ranks, open_clip's and transformers' formats.
 
 Checkpoints of a run:
 
@@ -9,12 +9,13 @@ Checkpoints of a run:
   ZeRO stage or precision.
 - `deepspeed_files`: saves and loads through DeepSpeed's engine, without executing anything from its files.
 
-open_clip's format:
+Formats of open_clip and transformers:
 
 - `open_clip_weights`: weights of a model, which `weight_files` reads. `megaclip.models.weights` fits them to a model.
 - `open_clip_directory`: imports and exports.
+- `transformers_directory`: writes a model in transformers' format, and the README.md of an export.
 - `model_card`: model description, image preprocessing and tokenizer, beside the weights.
-- `verify`: compares an export with the model that open_clip loads from it.
+- `verify`: compares an export with the models that open_clip and transformers load from it.
 
 Files in general:
 

@@ -16,8 +16,9 @@ from megaclip.checkpoint import manifest
 from megaclip.errors import CheckpointError
 from megaclip.files import write_atomically
 from megaclip.models import ModelDescription, OpenClipConfig
-from megaclip.models.config import CARD_NAME, read_json_object
+from megaclip.models.config import CARD_NAME
 from megaclip.models.descriptions import TOWERS_KEY, Towers, describe, model_description
+from megaclip.models.transformers_config import KIND_KEY, card_path, read_card
 
 OPENAI_PREPROCESS: dict[str, Any] = {
     "mean": (0.48145466, 0.4578275, 0.40821073),
@@ -38,11 +39,13 @@ class ModelCard:
     """Model description."""
     preprocess_cfg: dict[str, Any]
     """All preprocessing settings: those of the card, and open_clip's defaults for missing ones."""
+    transformers: str | None = None
+    """`model_type` of the folder of transformers from which the model was imported, or None."""
 
     @property
     def path(self) -> Path:
         """Path of the card's file."""
-        return self.directory / CARD_NAME
+        return card_path(self.directory) or self.directory / CARD_NAME
 
     @property
     def pixel_settings(self) -> dict[str, Any]:
@@ -81,8 +84,8 @@ def read_model_card(
         CheckpointError: the card's "preprocess_cfg" is not a JSON object.
     """
     directory = Path(directory)
-    path = directory / CARD_NAME
-    content = read_json_object(path)
+    path = card_path(directory) or directory / CARD_NAME
+    content = read_card(path)
     if config is None:
         recorded: Towers = "open_clip" if content.get(TOWERS_KEY) == "open_clip" else "auto"
         config = describe(model_description(content), str(path), towers or recorded)
@@ -91,7 +94,7 @@ def read_model_card(
         raise CheckpointError(f"{path}: preprocess_cfg is a {type(preprocess).__name__}, expected a JSON object")
     settings = {**OPENAI_PREPROCESS, **preprocess}
     tuples = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
-    return ModelCard(directory, config, tuples)
+    return ModelCard(directory, config, tuples, content.get(KIND_KEY))
 
 
 def remove_earlier_files(directory: Path, kept: Collection[str]) -> None:
@@ -101,7 +104,7 @@ def remove_earlier_files(directory: Path, kept: Collection[str]) -> None:
     manifest stay.
     """
     with contextlib.suppress(CheckpointError):  # no manifest, or a damaged one
-        listed = manifest.read(directory).files if (directory / CARD_NAME).is_file() else {}
+        listed = manifest.read(directory).files if card_path(directory) is not None else {}
         for name in listed.keys() - set(kept):
             if Path(name).name == name:  # no path that leads out of the directory
                 (directory / name).unlink(missing_ok=True)
@@ -112,6 +115,7 @@ def write_model_card(
     config: ModelDescription,
     preprocess_cfg: dict[str, Any],
     tokenizer_files: Iterable[str | Path] = (),
+    transformers: str | None = None,
 ) -> None:
     """Write `open_clip_config.json` into `directory`, and copy the tokenizer's files beside it.
 
@@ -120,6 +124,7 @@ def write_model_card(
         config: the model description. `text_cfg` names the tokenizer (`hf_tokenizer_name` and related settings).
         preprocess_cfg: how images become pixels: mean, std, interpolation, resize_mode, as in `OPENAI_PREPROCESS`.
         tokenizer_files: files to copy. Files that are already in `directory` are left unchanged.
+        transformers: `ModelCard.transformers`.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -129,4 +134,6 @@ def write_model_card(
     card: dict[str, Any] = {"model_cfg": config.to_open_clip(), "preprocess_cfg": preprocess_cfg}
     if isinstance(config, OpenClipConfig):
         card[TOWERS_KEY] = "open_clip"
+    if transformers is not None:
+        card[KIND_KEY] = transformers
     write_atomically(directory / CARD_NAME, json.dumps(card, indent=2) + "\n")

@@ -4,9 +4,11 @@ A directory holds the weights, the model card, the tokenizer's files and a manif
 written before the weights have been checked.
 """
 
+import json
 import os
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,13 +25,19 @@ from megaclip.checkpoint.model_card import (
 from megaclip.checkpoint.open_clip_weights import read_weights, write_weights
 from megaclip.checkpoint.output import writing
 from megaclip.checkpoint.saved_states import consolidated_weights
-from megaclip.checkpoint.search import LOCKED_WEIGHTS, MODEL_CARD, locate, refuse_run, require_whole
+from megaclip.checkpoint.search import LOCKED_WEIGHTS, MODEL_CARD, STATE, locate, refuse_run, require_whole
+from megaclip.checkpoint.transformers_directory import readme, transformers_content, write_transformers
+from megaclip.checkpoint.weight_files import INDEX
 from megaclip.errors import CheckpointError, ConfigError
+from megaclip.files import write_atomically
 from megaclip.models import ModelDescription, load_model_config, meta_model
-from megaclip.models.config import CARD_NAME
+from megaclip.models.config import CARD_NAME, read_json_object
 from megaclip.models.open_clip_keys import StateDict
+from megaclip.models.transformers_config import CONFIG_NAME, PROCESSOR_NAME, card_path, read_card
 from megaclip.models.weights import LoadReport, compare_weights, require_finite
+from megaclip.open_clip_package import import_open_clip
 
+README = "README.md"
 _TOKENIZER_SUFFIXES = (".json", ".txt", ".model")
 _MAX_TOKENIZER_BYTES = 256 << 20
 
@@ -38,7 +46,7 @@ def import_weights(source: Path, out_dir: Path, model: str | None, *, overwrite:
     """Compare weights with a model, and write them to a directory if they fit.
 
     Args:
-        source: open_clip directory or weights file.
+        source: directory of open_clip or transformers, or a weights file.
         out_dir: directory to write.
         model: name or path of the model description. None: the model card of `source`.
         overwrite: `out_dir` may contain files; those of an earlier import are replaced.
@@ -47,80 +55,147 @@ def import_weights(source: Path, out_dir: Path, model: str | None, *, overwrite:
         MegaclipError: the source cannot be read or is damaged, or `out_dir` cannot be written.
     """
     if not source.exists():
-        raise CheckpointError(f"{source} does not exist; expected an open_clip directory or a weights file")
+        raise CheckpointError(f"{source} does not exist; expected a model's directory or a weights file")
     refuse_run(source)
-    if model is None and not (source / CARD_NAME).is_file():
+    found = card_path(source)
+    if model is None and found is None:
+        if (source / CONFIG_NAME).is_file():
+            read_card(source / CONFIG_NAME)  # raises: it describes another model
         raise ConfigError(f"{source} has no {CARD_NAME}; name its model with --model")
     _check_output(out_dir, source, overwrite=overwrite)
     manifest.require_whole(source)
-    config, preprocess = None if model is None else load_model_config(model), OPENAI_PREPROCESS
-    if config is None or (source / CARD_NAME).is_file():
+    config, preprocess, kind = None if model is None else load_model_config(model), OPENAI_PREPROCESS, None
+    if config is None or found is not None:
         card = read_model_card(source, config)
-        config, preprocess = card.config, card.preprocess_cfg
+        config, preprocess, kind = card.config, card.preprocess_cfg, card.transformers
     weights = read_weights(source, config)
     report = compare_weights(meta_model(config), weights)
     if report.complete:
         require_finite(weights, str(source))
         files, described = _tokenizer_files(source), config
         names = [CARD_NAME, *(path.name for path in files)]
-        _write(out_dir, names, weights, config, lambda: write_model_card(out_dir, described, preprocess, files))
+
+        def write_card() -> list[str]:
+            write_model_card(out_dir, described, preprocess, files, kind)
+            return []
+
+        _write(out_dir, names, weights, config, write_card)
     return report
 
 
 def export_checkpoint(
-    source: Path, out_dir: Path, tag: str | None, *, overwrite: bool = False, ema: bool = False
+    source: Path,
+    out_dir: Path,
+    tag: str | None,
+    *,
+    overwrite: bool = False,
+    ema: bool = False,
+    formats: Collection[str] = ("open_clip",),
+    write_tokenizer: Callable[[ModelCard, Path], None] | None = None,
+    data_names: bool = False,
 ) -> tuple[ModelCard, StateDict]:
-    """Write a checkpoint of a run to a directory, after every file of it was checked.
+    """Write a checkpoint of a run, or an imported model, to a directory, after every file of it was checked.
 
     Args:
-        source: run, its checkpoints folder or one checkpoint.
+        source: run, its checkpoints folder or one checkpoint, or a directory with a model card.
         out_dir: directory to write.
         tag: name of the checkpoint. None: the latest.
         overwrite: `out_dir` may contain files; those of an earlier export are replaced.
         ema: export the moving average of the weights.
+        formats: "open_clip", "transformers" or both.
+        write_tokenizer: writes the tokenizer's files for transformers into a directory.
+        data_names: README.md names the training data.
 
     Returns:
-        the model card of `out_dir`, and the checkpoint's weights under MegaCLIP's names.
+        the model card of `out_dir`, and the weights under MegaCLIP's names.
 
     Raises:
+        ConfigError: one of the formats cannot express the model. Nothing was written.
         CheckpointError: the checkpoint is incomplete or damaged, or `out_dir` cannot be written.
     """
-    folder, tag = locate(source, tag)
+    state = None
+    if card_path(source) is not None:
+        if tag is not None or ema:
+            raise ConfigError(f"--tag and --ema select weights of a run, but {source} is a model; leave them out")
+        folder = source
+    else:
+        folder, tag = locate(source, tag)
     _check_output(out_dir, folder, overwrite=overwrite)
-    require_whole(folder, tag)
-    manifest.require_whole(folder / MODEL_CARD)
-    card = read_model_card(folder / MODEL_CARD)
-    weights = consolidated_weights(folder, tag, ema=ema)
-    others = (manifest.MANIFEST, LOCKED_WEIGHTS)
-    names = [path.name for path in card.directory.iterdir() if path.is_file() and path.name not in others]
+    if tag is None:
+        manifest.require_whole(folder)
+        card = read_model_card(folder)
+    else:
+        require_whole(folder, tag)
+        manifest.require_whole(folder / MODEL_CARD)
+        card = read_model_card(folder / MODEL_CARD)
+        state = read_json_object(folder / tag / STATE) if (folder / tag / STATE).is_file() else None
+    if "open_clip" in formats:
+        _require_expressible(card.config)
+    content = transformers_content(card) if "transformers" in formats else {}
+    with tempfile.TemporaryDirectory() as temporary:
+        others = (manifest.MANIFEST, LOCKED_WEIGHTS, CARD_NAME)
+        files = {path.name: path for path in card.directory.iterdir() if path.is_file() and path.name not in others}
+        if tag is None:  # a directory of unknown origin
+            files = {path.name: path for path in _tokenizer_files(folder)}
+        if content and write_tokenizer is not None:
+            write_tokenizer(card, Path(temporary))
+            files |= {path.name: path for path in Path(temporary).iterdir()}
+        weights = read_weights(folder, card.config) if tag is None else consolidated_weights(folder, tag, ema=ema)
+        if tag is None:
+            compare_weights(meta_model(card.config), weights).require_complete(f"{folder} does not fit its model card")
 
-    def copy_files() -> None:
-        for name in names:
-            shutil.copyfile(card.directory / name, out_dir / name)
+        def write_others() -> list[str]:
+            for name, path in files.items():
+                shutil.copyfile(path, out_dir / name)
+            write_atomically(out_dir / README, readme(sorted(formats), state, data_names=data_names))
+            if "open_clip" in formats:
+                write_model_card(out_dir, card.config, card.preprocess_cfg, transformers=card.transformers)
+            return write_transformers(out_dir, card, content, weights) if content else []
 
-    _write(out_dir, names, weights, card.config, copy_files)
+        names = [*files, README, *([CARD_NAME] if "open_clip" in formats else [])]
+        _write(out_dir, names, weights if "open_clip" in formats else None, card.config, write_others)
     return replace(card, directory=out_dir), weights
 
 
+def _require_expressible(config: ModelDescription) -> None:
+    """Raise ConfigError for a model that open_clip cannot describe."""
+    arguments = config.to_open_clip()["vision_cfg"].get("timm_model_kwargs")
+    if arguments and not hasattr(import_open_clip().CLIPVisionCfg, "timm_model_kwargs"):
+        raise ConfigError(
+            f"vision_cfg.timm_model_kwargs {json.dumps(arguments)}: the installed open_clip has no such setting, so it "
+            "cannot build this image tower; use --format transformers, or import the weights with --model and a name "
+            "of open_clip, whose features differ slightly"
+        )
+
+
 def _write(
-    out_dir: Path, names: list[str], weights: StateDict, config: ModelDescription, write_others: Callable[[], None]
+    out_dir: Path,
+    names: list[str],
+    weights: StateDict | None,
+    config: ModelDescription,
+    write_others: Callable[[], list[str]],
 ) -> None:
-    """Write a directory. write_others: writes the files `names`, all except the weights and the manifest."""
+    """Write a directory.
+
+    weights: written to open_clip's file, unless None. write_others: writes the files `names`, and returns others.
+    """
     with writing(out_dir, CheckpointError):
         make_folders(out_dir)
         remove_earlier_files(out_dir, kept=names)
         (out_dir / manifest.MANIFEST).unlink(missing_ok=True)  # removed until it describes the new files
-        write_others()
-        path = write_weights(out_dir, weights, config)
-        manifest.write(out_dir, sync_files(out_dir, [*names, path.name]))
+        written = [*names, *write_others()]
+        if weights is not None:
+            written.append(write_weights(out_dir, weights, config).name)
+        manifest.write(out_dir, sync_files(out_dir, written))
 
 
 def _tokenizer_files(source: Path) -> list[Path]:
     """Return the files of a directory that may belong to its tokenizer, by name and size; refuse links out of it."""
     if not source.is_dir():
         return []
-    others = (CARD_NAME, manifest.MANIFEST)
+    others = (CARD_NAME, manifest.MANIFEST, CONFIG_NAME, PROCESSOR_NAME, "processor_config.json")
     files = [path for path in source.iterdir() if path.suffix in _TOKENIZER_SUFFIXES and path.name not in others]
+    files = [path for path in files if not path.name.endswith(INDEX)]
     for path in files:
         check_inside(path, source)
     return sorted(path for path in files if path.is_file() and path.stat().st_size <= _MAX_TOKENIZER_BYTES)

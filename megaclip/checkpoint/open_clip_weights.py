@@ -68,12 +68,17 @@ def write_weights(directory: str | Path, state_dict: StateDict, config: ModelDes
         CheckpointError: the parameters or their shapes differ from those of the model that `config` describes.
         OSError: the file cannot be written; nothing of it is left.
     """
+    path = Path(directory) / WEIGHTS_NAME
+    write_tensors(path, open_clip_tensors(state_dict, config))
+    return path
+
+
+def open_clip_tensors(state_dict: StateDict, config: ModelDescription) -> StateDict:
+    """Return MegaCLIP's state dict with open_clip's names, in float32. Raises CheckpointError as `write_weights`."""
     model = meta_model(config)
     compare_weights(model, state_dict).require_complete("the weights do not fit the model in the card")
     exact = {name: state_dict[name].to(weight.dtype) for name, weight in model.named_weights().items()}
-    path = Path(directory) / WEIGHTS_NAME
-    write_tensors(path, to_open_clip(exact, config))
-    return path
+    return to_open_clip(exact, config)
 
 
 def write_tensors(path: Path, tensors: StateDict) -> None:

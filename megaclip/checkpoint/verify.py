@@ -1,18 +1,23 @@
-"""Verify an exported directory with the installed open_clip.
+"""Verify an exported directory with the installed open_clip and transformers.
 
-`verify` loads the directory with the `open_clip` package as a user would (`local-dir:DIR`). It compares open_clip's
-model with MegaCLIP's: features of the same images and tokens, the logit scale, and the tokens of the same captions.
+`verify` loads the directory with the `open_clip` package as a user would (`local-dir:DIR`), `verify_transformers` with
+transformers' Auto classes. Both compare the library's model with MegaCLIP's: features of the same images and tokens,
+the logit scale, and the tokens of the same captions. The second also compares the pixels of the image processor.
 """
 
-from collections.abc import Callable
+import io
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from PIL import Image
 
 from megaclip.errors import CheckpointError
 from megaclip.models import DualEncoder
 from megaclip.models.hugging_face import known_configurations
+from megaclip.models.text import caption_lengths, is_cut_exact
 from megaclip.open_clip_package import import_open_clip
 
 TOLERANCE = 1e-5
@@ -93,6 +98,98 @@ def verify(directory: str | Path, model: DualEncoder, tokenize: Tokenize | None 
         captions_compared=0 if tokenize is None else len(CAPTIONS),
         captions_differing=differing,
     )
+
+
+@torch.no_grad()
+def verify_transformers(
+    directory: str | Path,
+    model: DualEncoder,
+    tokenize: Tokenize | None = None,
+    captions: Sequence[str] = CAPTIONS,
+    pixels: Callable[[bytes], torch.Tensor] | None = None,
+) -> Verification:
+    """Compare `model` (float32, CPU, evaluation mode) with the model that transformers loads from `directory`.
+
+    Args:
+        tokenize: as for `verify`. Captions are padded to the context length. CLIP's padding has other ids in
+            transformers, and no influence, so tokens after the end of text are not compared for causal text towers.
+        captions: captions whose HTML entities and encodings were repaired, which transformers does not do.
+        pixels: the model's input (3, H, W) for an image file. None: the image processor is not compared.
+
+    Raises:
+        CheckpointError: transformers is not installed, or cannot load the directory.
+    """
+    import_open_clip()  # and torchvision, which transformers needs
+    import transformers
+
+    source, text, local = str(directory), model.config.text_cfg, {"local_files_only": True}
+    try:
+        theirs = transformers.AutoModel.from_pretrained(source, **local).float().eval()
+        processor = transformers.AutoImageProcessor.from_pretrained(source, backend="pil", **local)
+        tokenizer = (
+            None if tokenize is None else transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
+        )
+    except Exception as error:  # transformers does not document the exceptions that it raises
+        raise CheckpointError(f"transformers cannot load {directory}: {' '.join(str(error).split())[:300]}") from None
+    generator, size = torch.Generator().manual_seed(0), model.config.vision_cfg.image_size
+    images = torch.randn(2, 3, size, size, generator=generator)
+    pixel_difference = torch.zeros(())
+    if pixels is not None:
+        # Sides after which both libraries cut the same rows: they round odd margins differently.
+        shapes = ((2 * size, 2 * size + 8), (3 * size + 12, 3 * size), (size, size))
+        pictures = [_picture(*shape, generator) for shape in shapes]
+        images = torch.stack([pixels(_encoded(picture)) for picture in pictures])
+        their_images = processor(images=pictures, return_tensors="pt").pixel_values
+        pixel_difference = (images - their_images).abs().max()
+    tokens, differing = _random_tokens(model, generator), 0
+    their_tokens = tokens
+    if tokenize is not None and tokenizer is not None:
+        tokens = tokenize(list(captions))
+        options = {"padding": "max_length", "truncation": True, "max_length": text.context_length}
+        their_tokens = tokenizer(list(captions), return_tensors="pt", **options).input_ids
+        compared = torch.ones_like(tokens, dtype=torch.bool)
+        if is_cut_exact(text):
+            compared = torch.arange(tokens.shape[1]) < caption_lengths(tokens, text)[:, None]
+        differing = int(((tokens != their_tokens) & compared).any(dim=1).sum())
+    ours, found = model(images, tokens), theirs(input_ids=their_tokens, **_image_inputs(theirs, images))
+    differences = [
+        pixel_difference,
+        (ours[0] - found.image_embeds).abs().max(),
+        (ours[1] - found.text_embeds).abs().max(),
+        (ours[2] - theirs.logit_scale).abs().max(),
+        *((bias - theirs.logit_bias).abs().max() for bias in ours[3:]),
+    ]
+    compared_captions = 0 if tokenize is None else len(captions)
+    return Verification(float(torch.stack(differences).max()), compared_captions, differing)
+
+
+def _image_inputs(model: Any, images: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the arguments of transformers' model for images (b, 3, H, W). Siglip2Model takes patches."""
+    if model.config.model_type != "siglip2":
+        return {"pixel_values": images}
+    side = model.config.vision_config.patch_size
+    rows = images.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # (b, 3, rows, side, columns, side)
+    patches = rows.permute(0, 2, 4, 3, 5, 1)
+    grid = torch.tensor([patches.shape[1:3]] * len(images))
+    patches = patches.flatten(3).flatten(1, 2)
+    return {
+        "pixel_values": patches,
+        "pixel_attention_mask": torch.ones(patches.shape[:2], dtype=torch.int64),
+        "spatial_shapes": grid,
+    }
+
+
+def _picture(height: int, width: int, generator: torch.Generator) -> Image.Image:
+    """Return a picture with smooth areas and edges, as photographs have."""
+    coarse = torch.rand(1, 3, 7, 9, generator=generator)
+    smooth = torch.nn.functional.interpolate(coarse, (height, width), mode="bicubic").clamp(0, 1)[0]
+    smooth[:, height // 3 : height // 2, width // 4 : width // 2] = 1.0
+    return Image.fromarray((smooth * 255).to(torch.uint8).permute(1, 2, 0).numpy())
+
+
+def _encoded(picture: Image.Image) -> bytes:
+    picture.save(file := io.BytesIO(), "PNG")
+    return file.getvalue()
 
 
 def _random_tokens(model: DualEncoder, generator: torch.Generator) -> torch.Tensor:

@@ -15,10 +15,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from megaclip.checkpoint.deepspeed_files import read_file
+from megaclip.checkpoint.model_card import check_inside
 from megaclip.checkpoint.search import refuse_run
-from megaclip.errors import CheckpointError, first_line, os_reason
+from megaclip.errors import CheckpointError, first_line, os_reason, shortened
 from megaclip.logging import get_logger
+from megaclip.models.config import read_json_object
 from megaclip.models.open_clip_keys import StateDict
+from megaclip.models.transformers_keys import from_transformers, is_transformers
 
 logger = get_logger(__name__)
 
@@ -30,17 +33,21 @@ _WEIGHTS_NAMES = (
     "open_clip_pytorch_model.bin",
     "open_clip_pytorch_model.pth",
     "model.safetensors",
+    "model.safetensors.index.json",
     "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
     "pytorch_model.pth",
     "model.pth",
 )
 """File names of weights, in the order in which open_clip looks for them in a directory."""
+INDEX = ".index.json"
+"""End of the name of a file that lists the files of a model in parts."""
 _AGAIN = "is incomplete or damaged; download or copy it again"
 _UNPACK = "is a compressed file or an archive; unpack it, and give the file of weights in it"
 _OTHER_FILES = {
     b"version https://git-lfs": "is a pointer of Git LFS, not the file; run  git lfs pull  where it was cloned",
     b"<": "is a web page, for example of an error or a login; download the file itself",
-    b"{": "is a JSON text, for example the index of a model in several files; give one file with all weights",
+    b"{": "is a JSON text, for example a configuration; give the directory of a model, or its file of weights",
     b"\x1f\x8b": _UNPACK,
     b"BZh": _UNPACK,
     b"\xfd7zXZ": _UNPACK,
@@ -69,17 +76,20 @@ _NOT_PARAMETERS = {_OPENAI, "context_length", "vocab_size", "attn_mask"}
 
 
 def read_tensors(path_or_dir: str | Path, *, quick_gelu: bool = True) -> StateDict:
-    """Return the tensors of a file, on the CPU, with its dtypes and its names without the prefixes of wrappers.
+    """Return the tensors of a file, on the CPU, with its dtypes and open_clip's names without prefixes of wrappers.
+
+    Names of transformers' CLIPModel, SiglipModel and Siglip2Model are translated.
 
     Args:
-        path_or_dir: a file of safetensors, of torch.save or of torch.jit.save (as OpenAI's), or a directory with one.
+        path_or_dir: a file of safetensors, of torch.save or of torch.jit.save (as OpenAI's), or a directory with one
+            or with one in parts, as transformers saves large models.
         quick_gelu: the model that gets the weights has this activation. OpenAI's weights require it.
 
     Raises:
         CheckpointError: the file does not exist, cannot be read, or holds something else.
     """
     path = _weights_file(Path(path_or_dir))
-    content = _content(path)
+    content = _in_parts(path) if path.name.endswith(INDEX) else _content(path)
     found = _unwrapped(_state_dict(content, path), path)
     if _OPENAI in found and not quick_gelu:
         logger.warning("%s has the entries of OpenAI's weights, which require a -quickgelu model", path)
@@ -90,12 +100,7 @@ def read_tensors(path_or_dir: str | Path, *, quick_gelu: bool = True) -> StateDi
         if not _is_dense_tensor(value) or not (value.is_floating_point() or _counts_batches(name, value)):
             raise CheckpointError(f"{path}: entry {name!r} is a {_kind(value)}, expected a floating-point tensor")
         tensors[name] = value
-    if any(name.startswith(("vision_model.", "text_model.")) for name in tensors):
-        raise CheckpointError(
-            f"{path} holds transformers' CLIPModel or SiglipModel, whose format is not read; use the same model in "
-            "open_clip's format, open_clip_model.safetensors or open_clip_pytorch_model.bin"
-        )
-    return tensors
+    return from_transformers(tensors) if is_transformers(tensors) else tensors
 
 
 def holds_weights(directory: Path) -> bool:
@@ -114,6 +119,25 @@ def _weights_file(path: Path) -> Path:
             return path / name
     refuse_run(path)
     raise CheckpointError(f"{path} holds no weights; expected {WEIGHTS_NAME} in it")
+
+
+def _in_parts(index: Path) -> dict[str, Any]:
+    """Return the tensors of the files that an index lists, which are beside it."""
+    listed = read_json_object(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(file, str) for file in listed.values()):
+        raise CheckpointError(f"{index} has no weight_map of names and files; download it again")
+    content: dict[str, Any] = {}
+    for file in sorted(set(listed.values())):
+        path = index.parent / file
+        if Path(file).name != file or file.endswith(INDEX):
+            raise CheckpointError(f"{index} lists the file {shortened(file)!r}; expected names of files beside it")
+        if not path.is_file():
+            raise CheckpointError(f"{index} lists {file}, which does not exist; download it too")
+        check_inside(path, index.parent)
+        content |= {name: value for name, value in _content(path).items() if listed.get(name) == file}
+    if missing := [name for name in listed if name not in content]:
+        raise CheckpointError(f"{index.parent / listed[missing[0]]} lacks {shortened(missing[0])}; download it again")
+    return content
 
 
 def _content(path: Path) -> dict[str, Any]:

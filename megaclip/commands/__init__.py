@@ -33,9 +33,9 @@ COMMANDS = {
     "evaluate": Command(
         "evaluate", "evaluate a run or an exported model: zero-shot classification and retrieval", True
     ),
-    "export": Command("export_open_clip", "write a checkpoint in open_clip's format"),
+    "export": Command("export_open_clip", "write a checkpoint in open_clip's or transformers' format"),
     "check": Command("check_checkpoint", "check that checkpoints or an export are whole"),
-    "import": Command("import_open_clip", "convert open_clip's weights to a directory for --pretrained"),
+    "import": Command("import_open_clip", "convert weights of other programs to a directory for --pretrained"),
     "inspect": Command("inspect_data", "report the contents, problems and loading speed of a dataset"),
     "plan": Command("plan", "plan a run: memory, largest batch and step time"),
     "translate": Command("translate", "turn a command line of open_clip into ds_config.json and a command"),

@@ -1,51 +1,112 @@
-"""Export a training checkpoint as a complete open_clip directory.
+"""Export a training checkpoint, or an imported model, as a directory of open_clip, of transformers or of both.
 
     megaclip export runs/NAME OUT_DIR --verify
+    megaclip export runs/NAME OUT_DIR --format both --verify --push-to-hub USER/MODEL
 
-writes open_clip_model.safetensors (float32), open_clip_config.json, the tokenizer's files and a manifest of their
-checksums, at any ZeRO stage. open_clip.create_model_and_transforms("local-dir:OUT_DIR") and
-open_clip.get_tokenizer("local-dir:OUT_DIR") load the directory. Every file of the checkpoint is checked first.
---verify loads OUT_DIR with the installed open_clip and compares. It prints export_max_abs_diff (of features and of the
-log logit scale) and the number of captions whose tokens differ. The exit code is 1 if the difference is above 1e-5 or
-any caption differs.
+writes at any ZeRO stage:
+
+- open_clip: open_clip_model.safetensors (float32) and open_clip_config.json.
+  open_clip.create_model_and_transforms("local-dir:OUT_DIR") and open_clip.get_tokenizer("local-dir:OUT_DIR") load them.
+- transformers: model.safetensors (float32, in parts of 5 GB), config.json and preprocessor_config.json.
+  AutoModel.from_pretrained("OUT_DIR") and AutoProcessor.from_pretrained("OUT_DIR") load them.
+- both: the tokenizer's files, README.md with the settings of the training, and a manifest of checksums.
+
+A model that a format cannot express is refused before anything is written. Every file of the checkpoint is checked
+first. --verify loads OUT_DIR with the libraries and compares. It prints export_max_abs_diff (of features, pixels of the
+image processor and the log logit scale) and the number of captions whose tokens differ, for each library. The exit code
+is 1 if a difference is above 1e-5 or any caption differs. --push-to-hub uploads OUT_DIR to a private repository of the
+Hugging Face hub, with the token of `hf auth login` or HF_TOKEN.
 """
 
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from megaclip.commands.argument_types import CommandParser
+from megaclip.errors import CheckpointError, first_line
+
+FORMATS = {"open_clip": ("open_clip",), "transformers": ("transformers",), "both": ("open_clip", "transformers")}
 
 
 def main() -> None:
     arguments = parse_arguments()
     from megaclip.checkpoint.open_clip_directory import export_checkpoint  # torch is imported after the flags are read
     from megaclip.checkpoint.open_clip_weights import assigned_model
-    from megaclip.checkpoint.verify import TOLERANCE, verify
-    from megaclip.engine.tokenizer_choice import choose_tokenizer
+    from megaclip.checkpoint.verify import CAPTIONS, TOLERANCE, verify, verify_transformers
+    from megaclip.data import ImageTransform
+    from megaclip.data.text_cleaning import clean_caption
+    from megaclip.engine.transformers_tokenizer import tokenizer_beside, write_transformers_tokenizer
 
+    formats = FORMATS[arguments.format]
     card, weights = export_checkpoint(
-        arguments.run, arguments.out_dir, arguments.tag, overwrite=arguments.overwrite, ema=arguments.ema
+        arguments.run,
+        arguments.out_dir,
+        arguments.tag,
+        overwrite=arguments.overwrite,
+        ema=arguments.ema,
+        formats=formats,
+        write_tokenizer=write_transformers_tokenizer,
+        data_names=arguments.with_data_names,
     )
     print(f"wrote {arguments.out_dir}")
-    if not arguments.verify:
-        return
-    tokenizer = choose_tokenizer(None, card, card.config).tokenizer
-    result = verify(card.directory, assigned_model(card.config, weights), tokenizer)
-    print(f"export_max_abs_diff {result.max_abs_diff:.3g}")
-    print(f"export_captions_differing {result.captions_differing} of {result.captions_compared}")
-    if not result.passed:
-        sys.exit(f"error: open_clip's model of {arguments.out_dir} differs by more than {TOLERANCE:g} or in its tokens")
+    if arguments.verify:
+        model, tokenizer = assigned_model(card.config, weights), tokenizer_beside(card)
+        results: dict[str, Any] = {}
+        if "open_clip" in formats:
+            results["open_clip"] = verify(card.directory, model, tokenizer)
+        if "transformers" in formats:
+            transform = ImageTransform(card.config.vision_cfg.image_size, **card.pixel_settings)
+            captions = [clean_caption(caption) for caption in CAPTIONS]
+
+            def pixels(file: bytes) -> Any:
+                return transform.normalise(transform(file)[None])[0]
+
+            results["transformers"] = verify_transformers(card.directory, model, tokenizer, captions, pixels)
+        for library, result in results.items():
+            label = f" {library}" if len(results) > 1 else ""
+            print(f"export_max_abs_diff{label} {result.max_abs_diff:.3g}")
+            print(f"export_captions_differing{label} {result.captions_differing} of {result.captions_compared}")
+        if failed := [library for library, result in results.items() if not result.passed]:
+            sys.exit(
+                f"error: the model of {arguments.out_dir} in {' and '.join(failed)} differs by more than "
+                f"{TOLERANCE:g} or in its tokens"
+            )
+    if arguments.push_to_hub is not None:
+        push_to_hub(arguments.out_dir, arguments.push_to_hub)
+
+
+def push_to_hub(directory: Path, name: str) -> None:
+    """Upload a directory to a repository of the Hugging Face hub, which is created as private if it does not exist.
+
+    Raises:
+        CheckpointError: the upload failed; the message gives the reason.
+    """
+    import huggingface_hub
+
+    api = huggingface_hub.HfApi()
+    try:
+        api.create_repo(name, private=True, exist_ok=True)
+        url = api.upload_folder(repo_id=name, folder_path=directory)
+    except Exception as error:  # of the network, of the hub and of its client
+        raise CheckpointError(
+            f"--push-to-hub {name}: {first_line(error)}; {directory} is complete: run  hf auth login,  and  hf upload "
+            f"{name} {directory}"
+        ) from None
+    print(f"uploaded to {url}")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = CommandParser(__doc__)
     parser.add_argument(
-        "run", type=Path, metavar="RUN", help="run (runs/NAME), its checkpoints folder or one checkpoint"
+        "run", type=Path, metavar="RUN", help="run (runs/NAME), its checkpoints folder, one checkpoint, or a model"
     )
     parser.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="directory to write")
+    parser.add_argument("--format", choices=FORMATS, default="open_clip", help="libraries that can load OUT_DIR")
     parser.add_argument("--tag", help="checkpoint of the run, such as step_00000100 (default: the latest)")
     parser.add_argument("--ema", action="store_true", help="export the moving average of the weights (ema_decay)")
     parser.add_argument("--overwrite", action="store_true", help="write to OUT_DIR even if it is not empty")
-    parser.add_argument("--verify", action="store_true", help="load the export with open_clip and compare")
+    parser.add_argument("--verify", action="store_true", help="load the export with its libraries and compare")
+    parser.add_argument("--with-data-names", action="store_true", help="name the training data in README.md")
+    parser.add_argument("--push-to-hub", metavar="NAME", help="upload OUT_DIR to this repository, as USER/MODEL")
     return parser.parse_args()

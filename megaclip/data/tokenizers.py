@@ -87,6 +87,10 @@ class ClipTokenizer(Tokenizer):
     def _encode(self, caption: str) -> list[int]:
         return [self._start_id, *self._model.encode(clean_caption(caption, self._clean)).ids]
 
+    def as_hugging_face(self) -> tokenizers.Tokenizer:
+        """Return the vocabulary as a tokenizer of HF `tokenizers`, which adds no special tokens."""
+        return self._model
+
     def write_open_clip(self, directory: Path | str) -> dict[str, Any]:
         """Return the keys and values for `text_cfg`. No file is written: this tokenizer is open_clip's default."""
         return {

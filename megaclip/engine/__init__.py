@@ -28,5 +28,5 @@ Between steps `checkpoints` saves and records the checkpoint with the best score
 TensorBoard and to DeepSpeed's monitors. `megaclip.guards` watches the run.
 
 Tools use `saved_model`, which loads an export or a checkpoint with its transform and tokenizer. A run writes its model
-card by it too.
+card by it too. Exports write the tokenizer of transformers by `transformers_tokenizer`.
 """

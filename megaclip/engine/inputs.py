@@ -32,14 +32,15 @@ from megaclip.models.config import CARD_NAME
 from megaclip.models.descriptions import Towers
 from megaclip.models.open_clip_config import open_clip_descriptions
 from megaclip.models.text import reason_not_to_cut
+from megaclip.models.transformers_config import CONFIG_NAME, card_path
 from megaclip.planner.text_chunks import fitted
 
 logger = get_logger(__name__)
 
 # Model settings that change the features, but not the shape of any parameter: loading weights cannot detect them.
 _SETTINGS_WITHOUT_SHAPE = {
-    "vision_cfg": ("head_width", "pool_type", "final_ln_after_pool"),
-    "text_cfg": ("heads", "pool_type", "no_causal_mask"),
+    "vision_cfg": ("head_width", "pool_type", "final_ln_after_pool", "act_kwargs", "norm_kwargs", "timm_model_kwargs"),
+    "text_cfg": ("heads", "pool_type", "no_causal_mask", "act_kwargs", "norm_kwargs"),
 }
 
 
@@ -266,7 +267,7 @@ def _find_model_card(arguments: TrainArguments, towers: Towers) -> ModelCard | N
     directories = [] if arguments.pretrained is None else [_directory(arguments.pretrained)]
     if (own := _card_directory(arguments.model)) is not None:
         directories.append(own)
-    found = next((directory for directory in directories if (directory / CARD_NAME).is_file()), None)
+    found = next((directory for directory in directories if card_path(directory) is not None), None)
     return None if found is None else read_model_card(found, towers=towers)
 
 
@@ -275,7 +276,7 @@ def _tower_card(model: str, config: ModelDescription, path: str | None, section:
 
     section: "vision_cfg" or "text_cfg".
     """
-    if path is None or not (_directory(path) / CARD_NAME).is_file():
+    if path is None or card_path(_directory(path)) is None:
         return None
     card = read_model_card(_directory(path), towers="auto")
     if type(card.config) is type(config):
@@ -306,7 +307,7 @@ def _card_directory(model: str) -> Path | None:
     if model in list_models() or model in open_clip_descriptions():
         return None
     path = Path(model)
-    return path.parent if path.name == CARD_NAME else path
+    return path.parent if path.name in (CARD_NAME, CONFIG_NAME) else path
 
 
 def _model_config(model: str, card: ModelCard | None, towers: Towers) -> ModelDescription:

@@ -23,6 +23,7 @@ from megaclip.errors import CheckpointError, ConfigError
 from megaclip.models import DualEncoder
 from megaclip.models.config import CARD_NAME
 from megaclip.models.open_clip_keys import StateDict
+from megaclip.models.transformers_config import card_path
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def load_saved_model(
 
 def _locate(source: Path, tag: str | None, ema: bool) -> tuple[Path, str] | None:
     """Return the checkpoints folder and the tag of a run's checkpoint, or None if `source` is an exported model."""
-    if (source / CARD_NAME).is_file():
+    if card_path(source) is not None:
         if tag is not None:
             raise ConfigError(
                 f"--tag {tag} selects a checkpoint of a run, but {source} is an exported model; leave out --tag"

@@ -42,6 +42,7 @@ _NOT_SUPPORTED: dict[str, dict[str, Any]] = {
         "act_kwargs": None,
         "norm_kwargs": None,
         "timm_model_name": None,
+        "timm_model_kwargs": None,
     },
     "text_cfg": {
         "embed_cls": False,

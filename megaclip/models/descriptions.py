@@ -1,8 +1,8 @@
 """Find a model's description, and choose the implementation that runs it.
 
 `load_model_config("ViT-B-32")` reads the preset of that name, or open_clip's description of that name if there is no
-preset. A path reads that JSON file instead: either a bare model description, or a model card
-(`open_clip_config.json`), which holds the description under "model_cfg".
+preset. A path reads that JSON file instead: either a bare model description, a model card
+(`open_clip_config.json`), which holds the description under "model_cfg", or the config.json of a model of transformers.
 """
 
 import json
@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megaclip.errors import ConfigError, closest
-from megaclip.models.config import CARD_NAME, ModelConfig, list_models, presets, read_json_object, reason_not_own
+from megaclip.models.config import CARD_NAME, ModelConfig, list_models, presets, reason_not_own
 from megaclip.models.dual_encoder import ModelDescription
 from megaclip.models.open_clip_config import OpenClipConfig, open_clip_descriptions, reason_refused
+from megaclip.models.transformers_config import card_path, read_card
 
 Towers = Literal["auto", "own", "open_clip"]
 """Implementation of the towers: MegaCLIP's, open_clip's, or MegaCLIP's if they support the description."""
@@ -28,7 +29,7 @@ def load_model_config(name_or_path: str | Path, towers: Towers = "auto") -> Mode
         ConfigError: the description does not exist, is not a JSON object, or describes a model that cannot be trained.
     """
     name = str(name_or_path)
-    return describe(model_description(read_json_object(model_file(name))), name, towers)
+    return describe(model_description(read_card(model_file(name))), name, towers)
 
 
 def model_file(name: str) -> Any:
@@ -38,12 +39,13 @@ def model_file(name: str) -> Any:
     else:
         path = open_clip_descriptions().get(name, Path(name))
     if path.is_dir():
-        path = path / CARD_NAME
-        if not path.is_file():
+        card = card_path(path)
+        if card is None:
             raise ConfigError(
                 f"model {name!r} is a directory without {CARD_NAME}; give one that `megaclip export` or `megaclip "
-                "import` has written"
+                "import` has written, or a CLIP or SigLIP of transformers"
             )
+        path = card
     if not path.is_file():
         nearest = closest(name, {*list_models(), *open_clip_descriptions()}, cutoff=0.0)
         raise ConfigError(

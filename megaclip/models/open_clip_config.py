@@ -8,9 +8,9 @@ import dataclasses
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import Self
 
 from megaclip.errors import ConfigError
@@ -18,10 +18,34 @@ from megaclip.models.config import DescribedText, DescribedVision, Description, 
 from megaclip.open_clip_package import import_open_clip
 
 
+class TimmArguments(BaseModel):
+    """Arguments of timm's function for a vision transformer; those that are None keep the default of its name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    img_size: int | None = Field(None, gt=0, le=1 << 14)
+    """Height and width of the square input, in pixels."""
+    patch_size: int | None = Field(None, gt=0)
+    """Height and width of one patch, in pixels."""
+    embed_dim: int | None = Field(None, gt=0, le=1 << 17)
+    """Number of channels of every token."""
+    depth: int | None = Field(None, gt=0, le=1000)
+    """Number of blocks."""
+    num_heads: int | None = Field(None, gt=0)
+    """Number of attention heads."""
+    mlp_ratio: float | None = Field(None, gt=0, le=100)
+    """Ratio of the MLP's hidden width to `embed_dim`."""
+    act_layer: Literal["gelu", "gelu_tanh"] | None = None
+    """Activation."""
+
+
 class OpenClipVision(DescribedVision):
     """The image tower (open_clip's `vision_cfg`)."""
 
     model_config = ConfigDict(extra="allow")
+
+    timm_model_kwargs: TimmArguments | None = None
+    """Arguments of timm's function beside `timm_model_name`. open_clip 3.3 cannot read them."""
 
 
 class OpenClipText(DescribedText):
@@ -122,7 +146,7 @@ def _check_keys(description: dict[str, Any], source: str) -> None:
     package = import_open_clip()
     sections: dict[str, tuple[Any, set[str]]] = {
         "": (description, set(OpenClipConfig.model_fields) | {"multimodal_cfg"}),
-        "vision_cfg.": (description.get("vision_cfg"), _fields(package.CLIPVisionCfg)),
+        "vision_cfg.": (description.get("vision_cfg"), _fields(package.CLIPVisionCfg) | {"timm_model_kwargs"}),
         "text_cfg.": (description.get("text_cfg"), _fields(package.CLIPTextCfg)),
     }
     for prefix, (given, known) in sections.items():

@@ -13,10 +13,12 @@ Shapes: b batch, D embedding.
 """
 
 import contextlib
+import functools
 import io
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -216,6 +218,7 @@ def _build(config: OpenClipConfig) -> Any:
     """Return open_clip's model, whose towers and scalars are used; it is built without pretrained weights."""
     package = import_open_clip()
     description = config.to_open_clip()
+    timm_arguments = description["vision_cfg"].pop("timm_model_kwargs", None) or {}
     if config.text_cfg.hf_model_name is not None:
         try:
             import transformers  # noqa: F401
@@ -225,7 +228,7 @@ def _build(config: OpenClipConfig) -> Any:
                 f"imported ({error}); run  pip install 'megaclip[open-clip]'"
             ) from None
     try:
-        with known_configurations():
+        with known_configurations(), _timm_arguments(timm_arguments):
             # CustomTextCLIP also builds the towers of open_clip's class CLIP, whose text tower has no module of its own
             return package.CustomTextCLIP(
                 embed_dim=config.embed_dim,
@@ -242,6 +245,15 @@ def _build(config: OpenClipConfig) -> Any:
         raise ConfigError(
             f"open_clip cannot build the model: {type(error).__name__}: {first_line(error)}; {advice}"
         ) from error
+
+
+@contextlib.contextmanager
+def _timm_arguments(arguments: dict[str, Any]) -> Iterator[None]:
+    """Add arguments to timm's function that open_clip calls, in the body of a `with` statement."""
+    import timm
+
+    with mock.patch.object(timm, "create_model", functools.partial(timm.create_model, **arguments)):
+        yield
 
 
 def _blocks(tower: nn.Module) -> list[nn.Module]:

@@ -154,7 +154,7 @@ def test_importing_a_path_that_does_not_exist_asks_for_no_model(model, tmp_path,
     """The error must name the missing path. It must not ask for --model."""
     monkeypatch.setattr(sys, "argv", ["import", str(tmp_path / "epoch_32.pt"), str(tmp_path / "out"), *model])
     with pytest.raises(
-        CheckpointError, match=r"epoch_32\.pt does not exist; expected an open_clip directory or a weights file"
+        CheckpointError, match=r"epoch_32\.pt does not exist; expected a model's directory or a weights file"
     ):
         import_open_clip.main()
 

@@ -1,0 +1,394 @@
+"""Translate between the configurations of transformers' CLIP-like models and open_clip's model cards.
+
+`read_card` reads a model card, or the config.json and the image processor of a folder that transformers has saved.
+`config_of` and `processor_of` return the content of those files for a model card. transformers is not imported: the
+defaults of its classes are in `transformers_fields.json`, with the fields that change neither features nor gradients.
+Any other field that a file sets, and every value that open_clip's towers lack, is refused by name.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from megaclip.errors import ConfigError, shortened
+from megaclip.models.config import CARD_NAME, read_json_object
+from megaclip.open_clip_package import import_open_clip
+
+CONFIG_NAME = "config.json"
+PROCESSOR_NAME = "preprocessor_config.json"
+ANY_TOKENIZER = "hugging face"
+"""text_cfg.hf_tokenizer_name of a model whose tokenizer is in the files beside its card."""
+KIND_KEY = "transformers"
+"""Key of a model card with the model_type of the folder that it was translated from."""
+FIELDS: dict[str, Any] = json.loads((resources.files("megaclip.models") / "transformers_fields.json").read_text())
+"""Defaults of transformers' classes, fields that change nothing and fields that must be off; settings of open_clip's
+schema that `config_of` reads or that change nothing; timm's SigLIP towers; SHA-256 of CLIP's tokens, one per line."""
+CLASSES = {"clip": "CLIP", "siglip": "Siglip", "siglip2": "Siglip2"}
+"""Beginnings of the names of transformers' classes, by model_type."""
+_RESAMPLING = {2: "bilinear", 3: "bicubic"}
+_TANH = {"approximate": "tanh"}
+_EXACT = "open_clip's towers lack it"
+
+
+def card_path(directory: Path) -> Path | None:
+    """Return the model card in a directory, or the config.json of a CLIP-like model of transformers, or None."""
+    if (directory / CARD_NAME).is_file():
+        return directory / CARD_NAME
+    path = directory / CONFIG_NAME
+    try:
+        return path if path.is_file() and read_json_object(path).get("model_type") in CLASSES else None
+    except ConfigError:
+        return None
+
+
+def read_card(path: Any) -> dict[str, Any]:
+    """Return the content of a model card, or that of transformers' files translated to it.
+
+    path: a model card, a bare model JSON or a config.json, as a `Path` or an entry of `importlib.resources`.
+
+    Raises:
+        ConfigError: a file cannot be read, or describes a model or an image processor that open_clip's lack.
+    """
+    content = read_json_object(path)
+    if path.name != CONFIG_NAME or content.keys() & {"model_cfg", "embed_dim"}:
+        return content
+    kind = content.get("model_type")
+    if kind not in CLASSES:
+        problem = "has no model_type" if kind is None else f"has the model_type {shortened(repr(kind))}"
+        raise ConfigError(f"{path} {problem}; expected {', '.join(CLASSES)}, that of transformers' CLIPModel, ...")
+    of_kind = FIELDS["defaults"][kind]
+    top, text, image = (_fields(content, of_kind[name], name, path) for name in ("", "text_config", "vision_config"))
+    translate = _clip if kind == "clip" else _siglip
+    description = translate(top, text, image, path)
+    if not _has_clip_vocabulary(path.parent, kind, text["vocab_size"]):
+        description["text_cfg"]["hf_tokenizer_name"] = ANY_TOKENIZER
+    preprocess = _preprocessing(path.parent, kind, description["vision_cfg"]["image_size"])
+    return {"model_cfg": description, "preprocess_cfg": preprocess, KIND_KEY: kind}
+
+
+def _fields(content: dict[str, Any], defaults: dict[str, Any], section: str, path: Path) -> dict[str, Any]:
+    """Return the fields of a section of config.json that have defaults, after a check of all its fields."""
+    prefix = f"{path}: {section}." if section else f"{path}: "
+    given = (content.get(section) or {}) if section else content
+    replacement = content.get(f"{section}_dict") if section else None  # of old files
+    if not isinstance(given, dict) or not isinstance(replacement, dict | None):
+        raise ConfigError(f"{prefix.removesuffix('.')} is not a JSON object")
+    if replacement is not None:
+        given = {**given, **defaults, **replacement}
+    _refuse_unknown(given, defaults.keys() | FIELDS["neutral"], prefix)
+    fields = {**defaults, **{name: _side(value) for name, value in given.items() if name in defaults}}
+    for name, value in fields.items():
+        default = defaults[name]
+        kinds = {float: (int, float), type(None): (int, type(None))}.get(type(default), (type(default),))
+        if not isinstance(value, kinds) or (isinstance(value, bool) and not isinstance(default, bool)):
+            raise ConfigError(f"{prefix}{name} is {shortened(json.dumps(value))}; expected a value like {default!r}")
+        if isinstance(value, int) and not isinstance(value, bool) and value < (0 if default == 0 else 1):
+            raise ConfigError(f"{prefix}{name} is {value}; expected a positive number")
+    if section:
+        _require(prefix, fields, attention_dropout=0, num_channels=3)
+        if fields["hidden_size"] % fields["num_attention_heads"]:
+            raise ConfigError(
+                f"{prefix}hidden_size {fields['hidden_size']} is not a multiple of num_attention_heads "
+                f"{fields['num_attention_heads']}"
+            )
+    return fields
+
+
+def _refuse_unknown(given: dict[str, Any], known: set[str], prefix: str) -> None:
+    for name, value in given.items():
+        if name not in known and value is not None and not (name in FIELDS["off"] and not value):
+            raise ConfigError(
+                f"{prefix}{name} {shortened(json.dumps(value))} is not known, and could change the features; remove it "
+                "if the model does not read it"
+            )
+
+
+def _require(prefix: str, fields: dict[str, Any], **only: Any) -> None:
+    """Raise ConfigError for a field of which open_clip's towers have one value only."""
+    for name, value in only.items():
+        if name in fields and fields[name] != value:
+            found = shortened(json.dumps(fields[name]))
+            raise ConfigError(f"{prefix}{name} {found}: {_EXACT}; only {json.dumps(value)} can be imported")
+
+
+def _side(value: Any) -> Any:
+    """Return the side of a square that a file gives as [n, n] or {"height": n, "width": n}; else the value."""
+    sides = list(value.values()) if isinstance(value, dict) and value.keys() == {"height", "width"} else value
+    return sides[0] if isinstance(sides, list) and len(sides) == 2 and sides[0] == sides[1] else value
+
+
+def _tower(fields: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the settings of a transformer in open_clip's schema."""
+    width, hidden, act = fields["hidden_size"], fields["intermediate_size"], fields["hidden_act"]
+    if act not in ("gelu", "quick_gelu", "gelu_pytorch_tanh"):
+        raise ConfigError(f"{prefix}hidden_act {act!r}: {_EXACT}; expected gelu, quick_gelu or gelu_pytorch_tanh")
+    epsilon = fields["layer_norm_eps"]
+    return {
+        "width": width,
+        "layers": fields["num_hidden_layers"],
+        "mlp_ratio": _ratio(hidden, width),
+        **({} if epsilon == 1e-5 else {"norm_kwargs": {"eps": epsilon}}),
+        **({"act_kwargs": _TANH} if act == "gelu_pytorch_tanh" else {}),
+    }
+
+
+def _ratio(hidden: int, width: int) -> float:
+    """Return the mlp_ratio for which int(width * mlp_ratio) is `hidden`."""
+    ratio = hidden / width
+    return ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
+
+
+def _text(fields: dict[str, Any], path: Path) -> dict[str, Any]:
+    length, rows, heads = (fields[name] for name in ("max_position_embeddings", "vocab_size", "num_attention_heads"))
+    return {**_tower(fields, f"{path}: text_config."), "context_length": length, "vocab_size": rows, "heads": heads}
+
+
+def _clip(top: dict[str, Any], text: dict[str, Any], image: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return open_clip's description of a CLIPModel."""
+    vision_cfg, text_cfg = _tower(image, f"{path}: vision_config."), _text(text, path)
+    quick = [fields["hidden_act"] == "quick_gelu" for fields in (image, text)]
+    if quick[0] != quick[1]:
+        _require(f"{path}: text_config.", text, hidden_act=image["hidden_act"])
+    end = text["eos_token_id"]
+    return {
+        "embed_dim": top["projection_dim"],
+        "quick_gelu": quick[0],
+        "init_logit_scale": float(top["logit_scale_init_value"]),
+        "vision_cfg": {
+            **vision_cfg,
+            "image_size": image["image_size"],
+            "patch_size": image["patch_size"],
+            "head_width": image["hidden_size"] // image["num_attention_heads"],
+        },
+        # With the value 2, which old files have, transformers takes the feature at the highest id.
+        "text_cfg": {**text_cfg, **({} if end == 2 else {"pool_type": "eos", "eos_id": end})},
+    }
+
+
+def _siglip(_: dict[str, Any], text: dict[str, Any], image: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return open_clip's description of a SiglipModel, or of a Siglip2Model at the resolution of its positions.
+
+    The image tower is timm's that differs least. The differences are in `timm_model_kwargs`.
+    """
+    prefix, width, patch = f"{path}: vision_config.", image["hidden_size"], image["patch_size"]
+    _require(prefix, image, vision_use_head=True, layer_norm_eps=1e-6)
+    if "quick_gelu" in (image["hidden_act"], text["hidden_act"]):
+        raise ConfigError(f"{path}: hidden_act 'quick_gelu': {_EXACT} in SigLIP; expected gelu or gelu_pytorch_tanh")
+    if (text["projection_size"] or text["hidden_size"]) != width:
+        raise ConfigError(f"{path}: the text tower's features do not have the {width} channels of the image tower's")
+    patches = image.get("num_patches")
+    if patches is not None:
+        _require(prefix, image, num_patches=math.isqrt(patches) ** 2)
+    tower = {
+        "img_size": image["image_size"] if patches is None else math.isqrt(patches) * patch,
+        "patch_size": patch,
+        "embed_dim": width,
+        "depth": image["num_hidden_layers"],
+        "num_heads": image["num_attention_heads"],
+        "mlp_ratio": _ratio(image["intermediate_size"], width),
+        "act_layer": "gelu_tanh" if _tower(image, prefix).get("act_kwargs") else "gelu",
+    }
+    different = {
+        name: {key: value for key, value in tower.items() if _size(tower, key) != _size(named, key)}
+        for name, named in FIELDS["siglip_towers"].items()
+    }
+    name = min(different, key=lambda name: len(different[name]))
+    return {
+        "embed_dim": width,
+        "init_logit_scale": math.log(10),
+        "init_logit_bias": -10.0,
+        "custom_text": True,
+        "vision_cfg": {
+            **{"image_size": tower["img_size"], "timm_model_name": name, "timm_model_pretrained": False},
+            **{"timm_pool": "map", "timm_proj": "none"},
+            **({"timm_model_kwargs": different[name]} if different[name] else {}),
+        },
+        "text_cfg": {**_text(text, path), "no_causal_mask": True, "proj_bias": True, "pool_type": "last"},
+    }
+
+
+def _size(tower: dict[str, Any], key: str) -> Any:
+    return int(tower["embed_dim"] * tower[key]) if key == "mlp_ratio" else tower[key]
+
+
+def _has_clip_vocabulary(directory: Path, kind: str, rows: int) -> bool:
+    """Return whether the tokenizer in a directory has CLIP's vocabulary, or a CLIP has none and as many ids."""
+    if kind != "clip" or rows != 49408:
+        return False
+    for name in ("tokenizer.json", "vocab.json"):
+        if (directory / name).is_file():
+            content = read_json_object(directory / name)
+            words = content.get("model", {}).get("vocab", {}) if name == "tokenizer.json" else content
+            ordered = sorted(words, key=words.__getitem__)[: 49408 - 2] if isinstance(words, dict) else []
+            return hashlib.sha256("\n".join(ordered).encode()).hexdigest() == FIELDS["clip_vocabulary"]
+    return not (directory / "tokenizer_config.json").is_file()
+
+
+def _preprocessing(directory: Path, kind: str, image_size: int) -> dict[str, Any]:
+    """Return open_clip's preprocessing for the image processor in a directory, else for its class's defaults."""
+    path, given = directory / PROCESSOR_NAME, {}
+    if path.is_file():
+        given = read_json_object(path)
+    elif (directory / "processor_config.json").is_file():
+        path = directory / "processor_config.json"
+        given = read_json_object(path).get("image_processor") or {}
+    if "max_num_patches" in given or "Siglip2" in str(given.get("image_processor_type")):
+        raise ConfigError(
+            f"{path} keeps the aspect ratio of images (NaFlex), so that they have several shapes, and the loader makes "
+            "one shape; use a model of a fixed resolution"
+        )
+    defaults = FIELDS["processors"]["clip" if kind == "clip" else "siglip"]
+    _refuse_unknown(given, defaults.keys() | FIELDS["neutral_of_processors"], f"{path}: ")
+    used = {**defaults, **given} if given else {**defaults, **_sizes(kind, image_size)}
+    size, crop = _side(used["size"]), _side(used["crop_size"])
+    _require(f"{path}: ", used, do_resize=True, do_rescale=True)
+    if abs(used["rescale_factor"] - 1 / 255) > 1e-9:
+        _require(f"{path}: ", used, rescale_factor=1 / 255)
+    if used["resample"] not in _RESAMPLING:
+        raise ConfigError(f"{path}: resample {used['resample']!r}; expected 2 (bilinear) or 3 (bicubic)")
+    squash = isinstance(size, int) and isinstance(used["size"], dict)
+    side = size if squash else size.get("shortest_edge") if isinstance(size, dict) else size
+    cropped = crop if used["do_center_crop"] else (image_size if squash else None)
+    if (side, cropped) != (image_size, image_size):
+        raise ConfigError(
+            f"{path}: size {json.dumps(used['size'])} with the crop {json.dumps(crop)} does not give the model's "
+            f"{image_size} x {image_size} pixels in one step; expected both to be {image_size}"
+        )
+    normal = used["do_normalize"]
+    return {
+        "size": image_size,
+        "mode": "RGB",
+        "mean": used["image_mean"] if normal else [0.0] * 3,
+        "std": used["image_std"] if normal else [1.0] * 3,
+        "interpolation": _RESAMPLING[used["resample"]],
+        "resize_mode": "squash" if squash else "shortest",
+    }
+
+
+def _sizes(kind: str, side: int) -> dict[str, Any]:
+    square = {"height": side, "width": side}
+    return {"size": {"shortest_edge": side}, "crop_size": square} if kind == "clip" else {"size": square}
+
+
+def config_of(description: dict[str, Any], kind: str | None = None) -> dict[str, Any]:
+    """Return the config.json of transformers' model that computes the same features.
+
+    Args:
+        description: open_clip's schema.
+        kind: "siglip2" for a Siglip2Model instead of a SiglipModel.
+
+    Raises:
+        ConfigError: transformers has no such model; the message names the setting.
+        CheckpointError: open_clip, whose defaults are read, is not installed.
+    """
+    timm = FIELDS["siglip_towers"].get(description["vision_cfg"].get("timm_model_name"))
+    tower: dict[str, Any]
+    if timm is None:
+        kind = "clip"
+        image = _settings(description, "vision_cfg", "tower", {})
+        pool = {"pool_type": "eos"} if description["text_cfg"].get("pool_type") == "eos" else {}
+        text = _settings(description, "text_cfg", "text", pool)
+        tower = {**image, "heads": image["width"] // image["head_width"]}
+    else:
+        image = _settings(description, "vision_cfg", "timm", {"timm_pool": "map", "timm_proj": "none"})
+        only = {"no_causal_mask": True, "proj_bias": True, "pool_type": "last"}
+        text = _settings(description, "text_cfg", "text", only)
+        tower = {**timm, **(image.get("timm_model_kwargs") or {}), "norm_kwargs": {"eps": 1e-6}}
+        tower |= {"width": tower["embed_dim"], "layers": tower["depth"], "heads": tower["num_heads"]}
+        tower |= {"image_size": tower["img_size"], "act_kwargs": _TANH if tower["act_layer"] == "gelu_tanh" else None}
+        kind = "siglip2" if kind == "siglip2" else "siglip"
+    width = description["embed_dim"]
+    if (description.get("init_logit_bias") is None) != (kind == "clip"):
+        raise _inexpressible("init_logit_bias", description.get("init_logit_bias"))
+    if type(tower["layers"]) is not int:
+        raise _inexpressible("vision_cfg.layers", tower["layers"])
+    quick, side = bool(description.get("quick_gelu")), tower["image_size"]
+    sections = {
+        "text_config": {
+            **_section(text, quick, "text_cfg"),
+            "vocab_size": text["vocab_size"],
+            "max_position_embeddings": text["context_length"],
+        },
+        "vision_config": {
+            **_section(tower, quick and kind == "clip", "vision_cfg"),
+            "patch_size": tower["patch_size"],
+            **({"image_size": side} if kind != "siglip2" else {"num_patches": (side // tower["patch_size"]) ** 2}),
+        },
+    }
+    if kind == "clip":
+        end = text["eos_id"] if pool else 2
+        if end == 2 and pool:
+            raise _inexpressible("text_cfg.eos_id", "2, which CLIPModel reads as the highest id")
+        sections["text_config"] |= {"eos_token_id": end, "projection_dim": width}
+        sections["vision_config"] |= {"projection_dim": width}
+        scale = description.get("init_logit_scale", math.log(1 / 0.07))
+        sections |= {"projection_dim": width, "logit_scale_init_value": scale}
+    else:
+        sections["text_config"]["projection_size"] = width
+    for name in ("text", "vision"):
+        sections[f"{name}_config"]["model_type"] = f"{kind}_{name}_model"
+    return {"architectures": [f"{CLASSES[kind]}Model"], "model_type": kind, "torch_dtype": "float32", **sections}
+
+
+def processor_of(preprocess: dict[str, Any], image_size: int, kind: str) -> dict[str, Any]:
+    """Return the preprocessor_config.json of an image processor that gives the pixels of open_clip's preprocessing.
+
+    kind: model_type of the model.
+
+    Raises:
+        ConfigError: transformers' image processor has no such preprocessing.
+    """
+    square, squash = {"height": image_size, "width": image_size}, preprocess["resize_mode"] == "squash"
+    resampling = {name: number for number, name in _RESAMPLING.items()}.get(preprocess["interpolation"])
+    if preprocess["resize_mode"] not in ("squash", "shortest") or resampling is None:
+        raise _inexpressible("preprocess_cfg", preprocess)
+    return {
+        "image_processor_type": "CLIPImageProcessor" if kind == "clip" else "SiglipImageProcessor",
+        "processor_class": f"{CLASSES[kind].removesuffix('2')}Processor",
+        "do_convert_rgb": True,
+        **FIELDS["processors"][kind.removesuffix("2")],
+        "size": square if squash else {"shortest_edge": image_size},
+        "do_center_crop": not squash,
+        "crop_size": None if squash else square,
+        "resample": resampling,
+        "image_mean": list(preprocess["mean"]),
+        "image_std": list(preprocess["std"]),
+    }
+
+
+def _settings(description: dict[str, Any], name: str, known: str, only: dict[str, Any]) -> dict[str, Any]:
+    """Return a section of open_clip's schema with its defaults.
+
+    Raise ConfigError for a setting that is not a `known` one, and is neither the default nor the value in `only`.
+    """
+    schema = getattr(import_open_clip(), {"vision_cfg": "CLIPVisionCfg", "text_cfg": "CLIPTextCfg"}[name])
+    defaults = {field.name: field.default for field in dataclasses.fields(schema)}
+    for key, value in {**defaults, **description[name], **only}.items():
+        value = description[name].get(key, defaults.get(key))
+        if key not in FIELDS["settings"][known] and value != only.get(key, defaults.get(key)):
+            raise _inexpressible(f"{name}.{key}", value)
+    return {**defaults, **description[name]}
+
+
+def _section(tower: dict[str, Any], quick: bool, name: str) -> dict[str, Any]:
+    """Return the fields of a transformer in config.json."""
+    act, norm = tower["act_kwargs"] or {}, tower["norm_kwargs"] or {}
+    if act not in ({}, {"approximate": "none"}, _TANH) or norm.keys() - {"eps"}:
+        raise _inexpressible(name, {"act_kwargs": act, "norm_kwargs": norm})
+    return {
+        "hidden_size": tower["width"],
+        "intermediate_size": int(tower["width"] * tower["mlp_ratio"]),
+        "num_hidden_layers": tower["layers"],
+        "num_attention_heads": tower["heads"],
+        "hidden_act": "quick_gelu" if quick else "gelu_pytorch_tanh" if act == _TANH else "gelu",
+        "layer_norm_eps": norm.get("eps", 1e-5),
+    }
+
+
+def _inexpressible(setting: str, value: Any) -> ConfigError:
+    found = value if isinstance(value, str) else json.dumps(value, default=str)
+    return ConfigError(f"{setting} {shortened(found)}: transformers' CLIPModel and SiglipModel have no such setting")

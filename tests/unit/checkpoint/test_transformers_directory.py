@@ -1,0 +1,250 @@
+"""Models that transformers has saved are imported, trained and exported with the features of transformers."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megaclip.checkpoint import transformers_directory
+from megaclip.checkpoint.manifest import MANIFEST
+from megaclip.checkpoint.model_card import read_model_card
+from megaclip.checkpoint.open_clip_directory import export_checkpoint, import_weights
+from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights, write_weights
+from megaclip.errors import MegaclipError
+from megaclip.losses import ClipLoss, SigLipLoss
+from megaclip.models import DualEncoder
+from megaclip.models.transformers_config import FIELDS
+from megaclip.open_clip_package import import_torchvision
+
+import_torchvision()
+transformers = pytest.importorskip("transformers")
+
+SIZE = {"hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = {**SIZE, "vocab_size": 99, "max_position_embeddings": 12, "pad_token_id": 1, "bos_token_id": 97}
+IMAGE = {**SIZE, "image_size": 32, "patch_size": 8}
+
+
+def clip(act: str, end: int) -> Any:
+    text, image = ({**section, "hidden_act": act} for section in ({**TEXT, "eos_token_id": end}, IMAGE))
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=image, projection_dim=24))
+
+
+def siglip(act: str) -> Any:
+    text, image = ({**section, "hidden_act": act} for section in ({**TEXT, "eos_token_id": 98}, IMAGE))
+    return transformers.SiglipModel(transformers.SiglipConfig(text_config=text, vision_config=image))
+
+
+def siglip2() -> Any:
+    text, image = {**TEXT, "eos_token_id": 98}, {**SIZE, "patch_size": 8, "num_patches": 16}
+    return transformers.Siglip2Model(transformers.Siglip2Config(text_config=text, vision_config=image))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "CLIP": lambda: clip("quick_gelu", 98),
+    "CLIP with the end of text of old files": lambda: clip("quick_gelu", 2),
+    "CLIP with GELU": lambda: clip("gelu", 60),
+    "SigLIP": lambda: siglip("gelu_pytorch_tanh"),
+    "SigLIP with GELU": lambda: siglip("gelu"),
+    "SigLIP 2": siglip2,
+}
+
+
+def saved(name: str, directory: Path, **options: Any) -> Any:
+    """Save a random model in `directory`, and return it."""
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    for parameter in model.parameters():  # every parameter has an effect
+        torch.nn.init.normal_(parameter, std=0.2, mean=0.5 if parameter.ndim == 1 else 0.0)
+    model.save_pretrained(directory, **options)
+    return model
+
+
+def loaded(directory: Path) -> DualEncoder:
+    card = read_model_card(directory)
+    return assigned_model(card.config, read_weights(directory, card.config))
+
+
+def batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, 60, (samples, 12), generator=generator)
+    tokens[:, 7], tokens[:, 8] = 98, 60  # the highest id is at another position than some ends of text
+    return torch.randn(samples, 3, 32, 32, generator=generator).double(), tokens
+
+
+def their_inputs(model: Any, images: torch.Tensor, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    if model.config.model_type != "siglip2":
+        return {"pixel_values": images, "input_ids": tokens}
+    patches = torch.nn.functional.unfold(images, 8, stride=8).transpose(1, 2)  # (b, P, channel row column)
+    return {
+        "pixel_values": patches.unflatten(2, (3, 64)).transpose(2, 3).flatten(2),
+        "pixel_attention_mask": torch.ones(len(images), 16, dtype=torch.int64),
+        "spatial_shapes": torch.tensor([[4, 4]] * len(images)),
+        "input_ids": tokens,
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_import_two_steps_and_export_give_transformers_features(name, tmp_path):
+    theirs = saved(name, tmp_path / "saved").double()
+    assert import_weights(tmp_path / "saved", tmp_path / "imported", None).complete
+    ours, (images, tokens) = loaded(tmp_path / "imported").double(), batch(6)
+    inputs = their_inputs(theirs, images, tokens)
+
+    def compare(limit: float) -> None:
+        found = theirs(**inputs)
+        image, text, *_ = ours(images, tokens)
+        torch.testing.assert_close(image, found.image_embeds, rtol=0, atol=limit)
+        torch.testing.assert_close(text, found.text_embeds, rtol=0, atol=limit)
+
+    compare(1e-7)  # transformers' Siglip2Model interpolates positions in float32
+    loss = ClipLoss() if ours.logit_bias is None else SigLipLoss()
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (ours, theirs)]
+    for _ in range(2):
+        image, text, log_scale, *bias = ours(images, tokens)
+        loss(image, text, log_scale.exp(), *bias).backward()
+        theirs(**inputs, return_loss=True).loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    compare(1e-6)
+    write_weights(tmp_path / "imported", dict(ours.named_weights()), ours.config)
+    (tmp_path / "imported" / MANIFEST).unlink()
+    export_checkpoint(tmp_path / "imported", tmp_path / "out", None, formats=["transformers"])
+    with torch.no_grad():
+        again = transformers.AutoModel.from_pretrained(tmp_path / "out").double()(**inputs)
+        trained = theirs(**inputs)
+    torch.testing.assert_close(again.logits_per_text, trained.logits_per_text, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_way_in_and_out_changes_no_name_and_no_bit(name, tmp_path, monkeypatch):
+    saved(name, tmp_path / "saved")
+    import_weights(tmp_path / "saved", tmp_path / "imported", None)
+    monkeypatch.setattr(transformers_directory, "MAX_PART", 60_000)  # several files
+    for source in ("imported", "saved"):
+        export_checkpoint(tmp_path / source, tmp_path / f"from {source}", None, formats=["transformers"])
+        index = json.loads((tmp_path / f"from {source}" / "model.safetensors.index.json").read_text())
+        tensors = {}
+        for part in set(index["weight_map"].values()):
+            tensors |= load_file(tmp_path / f"from {source}" / part)
+        before = load_file(tmp_path / "saved" / "model.safetensors")
+        assert tensors.keys() == before.keys() == index["weight_map"].keys()
+        assert all(torch.equal(value, before[key]) for key, value in tensors.items())
+        configs = [transformers.AutoConfig.from_pretrained(tmp_path / one) for one in ("saved", f"from {source}")]
+        assert type(configs[0]) is type(configs[1])
+        for section, fields in FIELDS["defaults"][configs[0].model_type].items():
+            before, after = (getattr(config, section) if section else config for config in configs)
+            assert {field: getattr(before, field) for field in fields} == {
+                field: getattr(after, field) for field in fields
+            }
+    assert import_weights(tmp_path / "from imported", tmp_path / "again", None).complete  # reads the parts
+    assert (tmp_path / "again" / "open_clip_model.safetensors").read_bytes() == (
+        tmp_path / "imported" / "open_clip_model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize("kind", FIELDS["defaults"])
+def test_defaults_are_those_of_transformers_classes(kind):
+    config = transformers.AutoConfig.for_model(kind)
+    for section, fields in FIELDS["defaults"][kind].items():
+        of_class = type(getattr(config, section))() if section else config
+        theirs = {name: getattr(of_class, name) for name in fields}
+        assert theirs == fields | ({"projection_size": 768} if "projection_size" in fields else {})
+        known = fields.keys() | set(FIELDS["neutral"]) | set(FIELDS["off"])
+        assert set(of_class.to_dict()) <= known, "every field of the class is known"
+
+
+def changed(file: str, **values: Any) -> Callable[[Path], None]:
+    """Return a function that sets fields of a JSON file of a directory. A name has its section before a "__"."""
+
+    def change(directory: Path) -> None:
+        path = directory / file
+        content = json.loads(path.read_text()) if path.exists() else {}
+        for name, value in values.items():
+            section, _, field = name.rpartition("__")
+            (content[section] if section else content)[field] = value
+        path.write_text(json.dumps(content))
+
+    return change
+
+
+def in_parts(**changes: str) -> Callable[[Path], None]:
+    """Return a function that makes the weights a model in parts, of which some entries of the index are changed."""
+
+    def change(directory: Path) -> None:
+        tensors = load_file(directory / "model.safetensors")
+        (directory / "model.safetensors").rename(directory / "part.safetensors")
+        listed = {name: "part.safetensors" for name in tensors} | changes
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+
+    return change
+
+
+def reshaped(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    name = "text_model.encoder.layers.0.self_attn.v_proj.weight"
+    save_file(tensors | {name: torch.zeros(32, 31)}, directory / "model.safetensors")
+
+
+CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
+REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no model_type": (changed(CONFIG, model_type=None), "has no model_type; expected clip, siglip"),
+    "another model": (changed(CONFIG, model_type="bert"), "has the model_type 'bert'; expected clip"),
+    "Chinese CLIP": (changed(CONFIG, model_type="chinese_clip"), "has the model_type 'chinese_clip'"),
+    "section": (changed(CONFIG, text_config=[1]), "text_config is not a JSON object"),
+    "unknown": (changed(CONFIG, vision_config__rope_theta=1.0), "vision_config.rope_theta 1.0 is not known"),
+    "unknown and off": (changed(CONFIG, text_config__use_bias=False), "text_config.use_bias false is not known"),
+    "pruned": (changed(CONFIG, text_config__pruned_heads={"0": [1]}), "text_config.pruned_heads .* is not known"),
+    "dropout": (changed(CONFIG, text_config__attention_dropout=0.1), "text_config.attention_dropout 0.1: .* only 0 "),
+    "activation": (
+        changed(CONFIG, vision_config__hidden_act="relu"),
+        "vision_config.hidden_act 'relu': .* gelu",
+    ),
+    "two activations": (changed(CONFIG, text_config__hidden_act="gelu"), 'hidden_act "gelu": .* only "quick_gelu"'),
+    "channels": (changed(CONFIG, vision_config__num_channels=1), "vision_config.num_channels 1: .* only 3 "),
+    "heads": (changed(CONFIG, text_config__num_attention_heads=5), "hidden_size 32 is not a multiple .* 5"),
+    "a list of ends": (changed(CONFIG, text_config__eos_token_id=[1, 2]), r"eos_token_id is \[1, 2\]"),
+    "text": (changed(CONFIG, text_config__hidden_size="32"), 'hidden_size is "32"; expected a value like 512'),
+    "infinite": (changed(CONFIG, vision_config__hidden_size=1 << 60), "vision_cfg.width"),
+    "not square": (changed(CONFIG, vision_config__image_size=[32, 64]), r"image_size is \[32, 64\]"),
+    "code": (changed(CONFIG, auto_map={"AutoModel": "a.B"}), "auto_map .* is not known"),
+    "NaFlex": (changed(PROCESSOR, max_num_patches=256), "keeps the aspect ratio of images .NaFlex."),
+    "resampling": (changed(PROCESSOR, resample=1, size=32, crop_size=32), "resample 1; expected 2 .bilinear. or 3"),
+    "no scaling": (changed(PROCESSOR, rescale_factor=1, size=32, crop_size=32), "rescale_factor 1: "),
+    "margin": (
+        changed(PROCESSOR, size={"shortest_edge": 36}, crop_size=32),
+        "does not give the model's 32 x 32 ",
+    ),
+    "padding": (changed(PROCESSOR, do_pad=True), "do_pad true is not known"),
+    "wrong shape": (reshaped, r"cannot be stacked: their shapes are \[32, 32\], \[32, 32\], \[32, 31\]"),
+    "missing part": (in_parts(logit_scale="part2.safetensors"), "lists part2.safetensors, which does not exist"),
+    "missing tensor": (in_parts(more="part.safetensors"), "part.safetensors lacks more"),
+    "part outside": (in_parts(logit_scale="../saved/part.safetensors"), "expected names of files beside it"),
+    "absolute part": (in_parts(logit_scale="/etc/passwd"), "'/etc/passwd'; expected names of files beside it"),
+    "empty index": (
+        lambda folder: (in_parts()(folder), changed("model.safetensors.index.json", weight_map=[])(folder)),
+        "has no weight_map of names and files",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def clip_directory(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("clip") / "saved"
+    saved("CLIP", directory)
+    return directory
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_read_exactly_is_one_line_and_nothing_is_written(case, clip_directory, tmp_path):
+    change, message = REFUSED[case]
+    shutil.copytree(clip_directory, tmp_path / "saved")
+    change(tmp_path / "saved")
+    with pytest.raises(MegaclipError, match=message) as error:
+        import_weights(tmp_path / "saved", tmp_path / "out", None)
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
