@@ -87,6 +87,13 @@ _TIMM = {
     "mobileclip": {"timm_model_name": "small_fastvit", "timm_pool": "avg", "timm_proj": None},
 }
 
+OWN_TIMM: dict[str, dict[str, Any]] = {
+    "siglip": {"timm_model_name": "small_siglip", "timm_pool": "map", "timm_proj": "none"},
+    "siglip i18n": {"timm_model_name": "small_siglip_tanh", "timm_pool": "map", "timm_proj": "none"},
+    "clip": {"timm_model_name": "small_clip", "timm_pool": "token", "timm_proj": None},
+}
+"""Image towers of timm that MegaCLIP's own towers compute, by family."""
+
 WITH_BATCH_NORM = ("resnet", "mobileclip")
 FAMILIES = ("open_clip", *_TIMM, "resnet", *(name for name in HUGGING_FACE if name != "bert"))
 """Families with code of their own; BERT's towers differ from RoBERTa's in names only."""
@@ -126,6 +133,25 @@ def family(name: str, folder: Path) -> OpenClipConfig:
     return OpenClipConfig.from_dict(description, name)
 
 
+def own_description(name: str) -> dict[str, Any]:
+    """Return the description of a family of timm's image towers that MegaCLIP's own towers compute."""
+    import_open_clip()
+    _register()
+    siglip = {"no_causal_mask": True, "pool_type": "last", "norm_kwargs": {"eps": 1e-6}}
+    description: dict[str, Any] = {
+        "embed_dim": 32,
+        "custom_text": True,
+        "vision_cfg": {"image_size": IMAGE_SIZE, **OWN_TIMM[name]},
+        "text_cfg": _TEXT,
+    }
+    if name == "siglip":
+        text = {**_TEXT, **siglip, "act_kwargs": {"approximate": "tanh"}, "proj_bias": True}
+        description |= {"text_cfg": text, "init_logit_bias": -3.0, "init_logit_scale": 1.0}
+    elif name == "siglip i18n":
+        description |= {"text_cfg": {**_TEXT, **siglip, "proj_type": "none"}}
+    return description
+
+
 @functools.cache
 def _register() -> None:
     """Register the small trunks with timm."""
@@ -139,6 +165,12 @@ def _register() -> None:
         settings = {"img_size": IMAGE_SIZE, "patch_size": 16, "embed_dim": 32, "depth": 2, "num_heads": 4}
         settings |= {"class_token": False, "global_pool": "map"}
         return vision_transformer._create_vision_transformer("small_siglip", **{**settings, **kwargs})
+
+    def small_siglip_tanh(pretrained: bool = False, **kwargs: Any) -> Any:
+        return small_siglip(act_layer="gelu_tanh", mlp_ratio=3.7362, **kwargs)
+
+    def small_clip(pretrained: bool = False, **kwargs: Any) -> Any:
+        return small_vit(pre_norm=True, init_values=0.3, **kwargs)
 
     def small_convnext(pretrained: bool = False, **kwargs: Any) -> Any:
         settings = {"depths": (1, 1, 2, 1), "dims": (8, 16, 24, 32)}
@@ -158,5 +190,5 @@ def _register() -> None:
         settings["token_mixers"] = ("repmixer", "repmixer", "repmixer", "attention")
         return fastvit._create_fastvit("small_fastvit", **{**settings, **kwargs})
 
-    for builder in (small_vit, small_siglip, small_convnext, small_eva, small_fastvit):
+    for builder in (small_vit, small_siglip, small_siglip_tanh, small_clip, small_convnext, small_eva, small_fastvit):
         register_model(builder)

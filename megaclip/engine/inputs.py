@@ -209,7 +209,7 @@ def _check_locks(arguments: TrainArguments, model_config: ModelConfig) -> None:
         ("--lock-image-unlocked-groups", image, model_config.vision_cfg),
         ("--lock-text-unlocked-layers", text, model_config.text_cfg),
     ):
-        groups = tower.layers + 2  # the stem, each block, the projection
+        groups = tower.layers + 1 + tower.has_head  # the stem, each block, pooling and projection
         if unlocked >= groups:
             raise ConfigError(
                 f"{flag} {unlocked}: the tower has {groups} groups (stem, {tower.layers} blocks, projection), so "

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from megaclip.models.attention import attend
-from megaclip.models.config import TextConfig, VisionConfig
+from megaclip.models.config import Projection, TextConfig, VisionConfig
 from megaclip.models.layers import LayerFactory, check_split
 from megaclip.models.packing import Pieces, first_tokens, pack, rows_of, unpack
 
@@ -44,6 +44,20 @@ def parameters_of(parts: Iterable[Part | None]) -> list[nn.Parameter]:
         if part is not None:
             found += [part] if isinstance(part, nn.Parameter) else part.parameters()
     return found
+
+
+def projection(kind: Projection, width: int, embed_dim: int) -> nn.Parameter | nn.Linear | None:
+    """Return a projection to the embedding without values."""
+    if kind == "matrix":
+        return nn.Parameter(torch.empty(width, embed_dim))
+    return nn.Linear(width, embed_dim) if kind == "linear" else None
+
+
+def project(x_bC: torch.Tensor, by: nn.Parameter | nn.Linear | None) -> torch.Tensor:
+    """Return what `projection` makes of (b, C): (b, D)."""
+    if by is None:
+        return x_bC
+    return by(x_bC) if isinstance(by, nn.Module) else x_bC @ by
 
 
 def select_token(x_bLC: torch.Tensor, position: Position, pieces: Pieces | None) -> torch.Tensor:
@@ -89,15 +103,22 @@ class Attention(nn.Module):
         self.out_proj = factory.by_input(width, width)
 
     def forward(
-        self, x_bLC: torch.Tensor, position: Position | None = None, pieces: Pieces | None = None
+        self,
+        x_bLC: torch.Tensor,
+        position: Position | None = None,
+        pieces: Pieces | None = None,
+        query_11C: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position; with `causal`, position i sees 0..i.
 
-        With pieces, a position is a tensor or None.
+        With pieces, a position is a tensor or None. query_11C: attends instead of the tokens, once per row.
         """
         x_bLC = self.factory.shared_input(x_bLC)
-        query_bQC = x_bLC if position is None else select_token(x_bLC, position, pieces)
-        q_bQC, k_bLC, v_bLC = self.q_proj(query_bQC), self.k_proj(x_bLC), self.v_proj(x_bLC)
+        k_bLC, v_bLC = self.k_proj(x_bLC), self.v_proj(x_bLC)
+        if query_11C is not None:
+            q_bQC = self.q_proj(self.factory.shared_input(query_11C)).expand(len(x_bLC), -1, -1)
+        else:
+            q_bQC = self.q_proj(x_bLC if position is None else select_token(x_bLC, position, pieces))
         if pieces is None:
             return self.out_proj(self._attend(q_bQC, k_bLC, v_bLC, position))
         keys, values = unpack(k_bLC, pieces), unpack(v_bLC, pieces)
@@ -138,11 +159,12 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """Two projections with an activation between them."""
 
-    def __init__(self, width: int, hidden_width: int, quick_gelu: bool, factory: LayerFactory) -> None:
+    def __init__(self, config: VisionConfig | TextConfig, quick_gelu: bool, factory: LayerFactory) -> None:
         super().__init__()
-        self.c_fc = factory.by_output(width, hidden_width)
-        self.gelu = QuickGELU() if quick_gelu else nn.GELU()
-        self.c_proj = factory.by_input(hidden_width, width)
+        hidden_width = int(config.width * config.mlp_ratio)
+        self.c_fc = factory.by_output(config.width, hidden_width)
+        self.gelu = QuickGELU() if quick_gelu else nn.GELU(config.gelu)
+        self.c_proj = factory.by_input(hidden_width, config.width)
 
     def forward(self, x_bLC: torch.Tensor) -> torch.Tensor:
         """(b, L, C) in, (b, L, C) out."""
@@ -156,13 +178,13 @@ class ResidualBlock(nn.Module):
         self, config: VisionConfig | TextConfig, quick_gelu: bool, causal: bool, factory: LayerFactory
     ) -> None:
         super().__init__()
-        width, hidden_width, scale = config.width, int(config.width * config.mlp_ratio), config.ls_init_value
-        check_split(factory.group.size, config.heads, hidden_width)
-        self.ln_1 = factory.norm(width)
+        width, scale = config.width, config.ls_init_value
+        check_split(factory.group.size, config.heads, int(width * config.mlp_ratio))
+        self.ln_1 = factory.norm(width, config.norm_eps)
         self.attn = Attention(width, config.heads, causal, factory)
         self.ls_1 = nn.Identity() if scale is None else LayerScale(width, scale)
-        self.ln_2 = factory.norm(width)
-        self.mlp = Mlp(width, hidden_width, quick_gelu, factory)
+        self.ln_2 = factory.norm(width, config.norm_eps)
+        self.mlp = Mlp(config, quick_gelu, factory)
         self.ls_2 = nn.Identity() if scale is None else LayerScale(width, scale)
 
     def forward(
@@ -172,6 +194,23 @@ class ResidualBlock(nn.Module):
         x_bQC = x_bLC if position is None else select_token(x_bLC, position, pieces)
         x_bQC = x_bQC + self.ls_1(self.attn(self.ln_1(x_bLC), position, pieces))
         return x_bQC + self.ls_2(self.mlp(self.ln_2(x_bQC)))
+
+
+class AttentionPooling(nn.Module):
+    """Attention of one learnt query to all tokens, then x + mlp(norm(x)) (timm's `AttentionPoolLatent`)."""
+
+    def __init__(self, config: VisionConfig, factory: LayerFactory) -> None:
+        super().__init__()
+        check_split(factory.group.size, config.pool_heads, int(config.width * config.mlp_ratio))
+        self.latent = nn.Parameter(torch.empty(1, 1, config.width))
+        self.attn = Attention(config.width, config.pool_heads, causal=False, factory=factory)
+        self.ln_2 = factory.norm(config.width, config.norm_eps)
+        self.mlp = Mlp(config, quick_gelu=False, factory=factory)
+
+    def forward(self, x_bLC: torch.Tensor) -> torch.Tensor:
+        """(b, L, C) in, (b, C) out."""
+        x_b1C = self.attn(x_bLC, query_11C=self.latent)
+        return (x_b1C + self.mlp(self.ln_2(x_b1C))).squeeze(1)
 
 
 class Transformer(nn.Module):

@@ -5,8 +5,9 @@ separate generator, one parameter after the other, and copied into the parameter
 a GPU, for whole parameters and those that `deepspeed.zero.Init` partitioned, and in float32 and bfloat16 up to
 rounding. Partitioned parameters are gathered one at a time, so no rank ever holds the whole model.
 
-Source of the distributions: open_clip 3.3.0, `transformer.py`, `TextTransformer.init_parameters`. open_clip's image
-tower keeps PyTorch's defaults; the functions below write them out.
+Source of the distributions: open_clip 3.3.0, `transformer.py`, `TextTransformer.init_parameters`; timm 1.0,
+`vision_transformer.py`, `init_weights_vit_timm`. open_clip's image tower keeps PyTorch's defaults; the functions below
+write them out.
 """
 
 import math
@@ -17,7 +18,7 @@ import torch
 from megaclip.comm.groups import RankGroup
 from megaclip.comm.parallelism import ONE_RANK
 from megaclip.models.clip import ClipModel
-from megaclip.models.config import ModelConfig, TextConfig, VisionConfig
+from megaclip.models.config import ModelConfig, TextConfig, TimmVisionConfig, VisionConfig
 from megaclip.models.dual_encoder import DualEncoder, ModelDescription
 from megaclip.models.layers import own_part, whole_shape
 from megaclip.models.open_clip_model import OpenClipModel
@@ -106,11 +107,13 @@ def _initial_value(name: str, shape: torch.Size, config: ModelConfig, generator:
 def _vision_value(name: str, shape: torch.Size, config: ModelConfig, generator: torch.Generator) -> torch.Tensor:
     width = config.vision_cfg.width
     if name == "positional_embedding" and config.vision_position_init == "sin_cos_2d":
-        return sin_cos_2d_positions(width, config.vision_cfg.grid_size)
+        return sin_cos_2d_positions(width, config.vision_cfg.grid_size)[-config.vision_cfg.tokens :]
+    if name.startswith("conv1."):
+        return _uniform(shape, (3 * config.vision_cfg.patch_size**2) ** -0.5, generator)
+    if isinstance(config.vision_cfg, TimmVisionConfig):
+        return _timm_value(name, shape, config.vision_cfg, generator)
     if name in ("class_embedding", "positional_embedding", "proj"):
         return _normal(shape, width**-0.5, generator)
-    if name == "conv1.weight":
-        return _uniform(shape, (3 * config.vision_cfg.patch_size**2) ** -0.5, generator)
     if _is_qkv_weight(name):
         # Xavier uniform for the fused (3 C, C) matrix that open_clip initialises.
         return _uniform(shape, math.sqrt(6 / (4 * width)), generator)
@@ -119,13 +122,24 @@ def _vision_value(name: str, shape: torch.Size, config: ModelConfig, generator: 
     return _bias_or_scale(name, shape, config.vision_cfg, generator)
 
 
+def _timm_value(name: str, shape: torch.Size, vision: TimmVisionConfig, generator: torch.Generator) -> torch.Tensor:
+    if name == "attn_pool.latent":
+        std = vision.width**-0.5
+        return torch.nn.init.trunc_normal_(_normal(shape, 1.0, generator), 0.0, std, -2 * std, 2 * std, generator)
+    if name.endswith("gamma"):
+        return _bias_or_scale(name, shape, vision, generator)
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    return _normal(shape, 1e-6 if name == "class_embedding" else 0.02, generator)
+
+
 def _text_value(name: str, shape: torch.Size, config: ModelConfig, generator: torch.Generator) -> torch.Tensor:
     width, layers = config.text_cfg.width, config.text_cfg.layers
     if name == "token_embedding.weight":
         return _normal(shape, 0.02, generator)
     if name == "positional_embedding":
         return _normal(shape, 0.01, generator)
-    if name == "text_projection" or _is_qkv_weight(name):
+    if name in ("text_projection", "text_projection.weight") or _is_qkv_weight(name):
         return _normal(shape, width**-0.5, generator)
     if name.endswith("mlp.c_fc.weight"):
         return _normal(shape, (2 * width) ** -0.5, generator)

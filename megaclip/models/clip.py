@@ -7,10 +7,10 @@ from megaclip.comm.groups import RankGroup
 from megaclip.comm.parallelism import ONE_RANK
 from megaclip.errors import ConfigError
 from megaclip.models.blocks import Part, parameters_of
-from megaclip.models.config import ModelConfig
+from megaclip.models.config import ModelConfig, TimmVisionConfig
 from megaclip.models.dual_encoder import DualEncoder
 from megaclip.models.layers import LayerFactory
-from megaclip.models.text import TextTower
+from megaclip.models.text import TextTower, is_cut_exact
 from megaclip.models.vision import VisionTower
 
 
@@ -33,16 +33,20 @@ class ClipModel(DualEncoder):
         self.config = config
         self.tensor = tensor
         factory = LayerFactory(tensor, layer_norm)
-        self.visual = VisionTower(config.vision_cfg, config.embed_dim, config.quick_gelu, factory)
+        timm = isinstance(config.vision_cfg, TimmVisionConfig)  # quick_gelu is for open_clip's transformers
+        self.visual = VisionTower(config.vision_cfg, config.embed_dim, config.quick_gelu and not timm, factory)
         self.text = TextTower(config.text_cfg, config.embed_dim, config.quick_gelu, factory)
         # Shape (1,), because DeepSpeed cannot initialise with 0-d parameters.
         self.logit_scale = nn.Parameter(torch.empty(1))
         self.logit_bias = None if config.init_logit_bias is None else nn.Parameter(torch.empty(1))
+        # Captions that are cut have several lengths, and a block compiles faster than a tower.
+        self.compiles_whole_text_tower = not is_cut_exact(config.text_cfg)
 
     def lock_image_tower(self, unlocked_groups: int = 0) -> None:
         """Freeze the image tower, except its last `unlocked_groups` groups.
 
-        From last to first, the groups are: projection; last block with norm; each earlier block; stem.
+        From last to first, the groups are: attention pooling and projection; last block with norm; each earlier block;
+        stem.
         """
         _lock(self.visual, self.visual.trainable_groups(), unlocked_groups)
 
@@ -72,14 +76,15 @@ class ClipModel(DualEncoder):
         return [parameters_of(group) for group in tower.trainable_groups()]
 
     def blocks_to_compile(self, tower: nn.Module) -> list[nn.Module]:
-        """Return all blocks except the last, which has little to compute."""
-        return self.tower_blocks(tower)[:-1]
+        """Return all blocks except a last one that computes one token."""
+        blocks = self.tower_blocks(tower)
+        return blocks if getattr(tower, "attn_pool", None) is not None else blocks[:-1]
 
 
-def _lock(tower: nn.Module, groups: list[list[Part]], unlocked_groups: int) -> None:
+def _lock(tower: nn.Module, groups: list[list[Part | None]], unlocked_groups: int) -> None:
     if unlocked_groups < 0:
         raise ConfigError(f"the number of unlocked groups is {unlocked_groups}, expected 0 or more")
     tower.requires_grad_(False)
     for group in groups[len(groups) - min(unlocked_groups, len(groups)) :]:
-        for part in group:
-            part.requires_grad_(True)
+        for parameter in parameters_of(group):
+            parameter.requires_grad_(True)

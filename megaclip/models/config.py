@@ -3,6 +3,9 @@
 Names, meanings and defaults are open_clip's, so open_clip loads the same description and computes the same features.
 `reason_not_own` names the feature of open_clip that MegaCLIP's towers do not have. One key is MegaCLIP's own:
 `vision_position_init` sets only the starting values of training, and is left out of every exported card.
+
+Fields that pydantic excludes are no keys of a description. Other values than their defaults come from timm's model
+(`TimmVisionConfig`).
 """
 
 import abc
@@ -12,10 +15,11 @@ from importlib import resources
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_serializer, model_validator
 from typing_extensions import Self
 
 from megaclip.errors import ConfigError, closest, config_error, shortened
+from megaclip.models.timm_towers import timm_settings
 
 CARD_NAME = "open_clip_config.json"
 
@@ -39,23 +43,18 @@ _NOT_SUPPORTED: dict[str, dict[str, Any]] = {
         "attentional_pool": False,
         "pos_embed_type": "learnable",
         "output_tokens": False,
-        "act_kwargs": None,
-        "norm_kwargs": None,
         "timm_model_name": None,
         "timm_model_kwargs": None,
     },
     "text_cfg": {
         "embed_cls": False,
         "final_ln_after_pool": False,
-        "proj_bias": False,
-        "proj_type": "linear",
         "output_tokens": False,
-        "act_kwargs": None,
-        "norm_kwargs": None,
         "hf_model_name": None,
     },
 }
 _BLOCK_VARIANTS = ("qk_norm", "scaled_cosine_attn", "scale_heads", "scale_attn_inner", "scale_attn", "scale_fc")
+_KNOWN_ARGUMENTS = {"norm_kwargs": {"eps"}, "act_kwargs": {"approximate"}}
 for _section in ("vision_cfg", "text_cfg"):
     _NOT_SUPPORTED[_section].update(dict.fromkeys(_BLOCK_VARIANTS, False), block_type=None)
 
@@ -74,6 +73,14 @@ _Side = Annotated[int, BeforeValidator(_side)]
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def _validated(cls, given: dict[str, Any], prefix: str) -> Self:
+        """Return the typed section. Raises ConfigError, with `prefix` before the key, for a value that is not valid."""
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            raise config_error(error, lambda key: f"{prefix}{key}") from None
 
 
 class DescribedVision(_Section):
@@ -131,14 +138,6 @@ class Description(_Section, abc.ABC):
             ConfigError: a key is unknown or not supported, or a value is not valid.
         """
 
-    @classmethod
-    def _validated(cls, description: dict[str, Any], source: str) -> Self:
-        """Return the typed description. Raises ConfigError for a value that is not valid."""
-        try:
-            return cls.model_validate(description)
-        except ValidationError as error:
-            raise config_error(error, lambda key: f"{source}: {key}") from None
-
     def replace(
         self, *, vision_cfg: dict[str, Any] | None = None, text_cfg: dict[str, Any] | None = None, **top: Any
     ) -> Self:
@@ -149,27 +148,72 @@ class Description(_Section, abc.ABC):
         return self.from_dict({**description, **top})
 
 
-class VisionConfig(DescribedVision):
-    """The image tower: a pre-norm vision transformer (open_clip's `vision_cfg`)."""
+class NormArguments(_Section):
+    """Arguments of the layer norms."""
 
-    patch_size: _Side = Field(16, gt=0)
-    """Height and width of one patch, in pixels."""
+    eps: float = Field(1e-5, gt=0)
+    """Number that is added to the variance."""
+
+
+class ActivationArguments(_Section):
+    """Arguments of GELU."""
+
+    approximate: Literal["none", "tanh"] = "none"
+    """"tanh": GELU is approximated by a hyperbolic tangent."""
+
+
+class _Blocks(_Section):
+    """Settings that the transformer blocks of both towers have."""
+
     layers: int = Field(12, gt=0, le=_MAX_LAYERS)
     """Number of transformer blocks."""
-    width: int = Field(768, gt=0, le=_MAX_WIDTH)
-    """Number of channels C of every token."""
-    head_width: int = Field(64, gt=0)
-    """Number of channels per attention head; the number of heads is width / head_width."""
     mlp_ratio: float = Field(4.0, gt=0, le=_MAX_RATIO)
     """Ratio of the MLP's hidden width to `width`; the hidden width is int(width * mlp_ratio)."""
     ls_init_value: float | None = None
     """Initial value of LayerScale; None: the blocks have no LayerScale."""
+    norm_kwargs: NormArguments | None = None
+    """Arguments of the tower's layer norms; None: the defaults."""
+    act_kwargs: ActivationArguments | None = None
+    """Arguments of the tower's GELU; None: the defaults."""
+
+    @property
+    def norm_eps(self) -> float:
+        """Number that layer norms add to the variance."""
+        return 1e-5 if self.norm_kwargs is None else self.norm_kwargs.eps
+
+    @property
+    def gelu(self) -> str:
+        """Approximation of GELU, "none" or "tanh"."""
+        return "none" if self.act_kwargs is None else self.act_kwargs.approximate
+
+
+Projection = Literal["matrix", "linear", "none"]
+"""Projection to the embedding: a product with a (C, D) parameter, a linear layer with a bias, or none."""
+
+
+class VisionConfig(_Blocks, DescribedVision):
+    """The image tower: a pre-norm vision transformer (open_clip's `vision_cfg`)."""
+
+    patch_size: _Side = Field(16, gt=0)
+    """Height and width of one patch, in pixels."""
+    width: int = Field(768, gt=0, le=_MAX_WIDTH)
+    """Number of channels C of every token."""
+    head_width: int = Field(64, gt=0)
+    """Number of channels per attention head; the number of heads is width / head_width."""
     no_ln_pre: bool = False
     """True: no layer norm before the first block."""
     pool_type: Literal["tok", "avg"] = "tok"
     """Feature of the image: the class token ("tok"), or the mean of the patches ("avg")."""
     final_ln_after_pool: bool = False
     """True: with pool_type "avg", the final layer norm follows the mean instead of preceding it."""
+    class_token: bool = Field(True, exclude=True)
+    """True: a class token precedes the patches."""
+    patch_bias: bool = Field(False, exclude=True)
+    """True: the embedding of the patches has a bias."""
+    pool_heads: int = Field(0, exclude=True)
+    """Heads of the attention pooling that replaces `pool_type`; 0: none."""
+    projection: Projection = Field("matrix", exclude=True)
+    """Projection to the embedding."""
 
     @property
     def heads(self) -> int:
@@ -181,28 +225,84 @@ class VisionConfig(DescribedVision):
         """Number of patches along one side of the image."""
         return self.image_size // self.patch_size
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of an image."""
+        return self.grid_size**2 + self.class_token
 
-class TextConfig(DescribedText):
+    @property
+    def has_head(self) -> bool:
+        """True if parameters follow the last block and its norm."""
+        return self.pool_heads > 0 or self.projection != "none"
+
+
+class TimmVisionConfig(VisionConfig):
+    """The image tower: a vision transformer of timm that MegaCLIP's own tower computes.
+
+    All fields of `VisionConfig` except image size and patch dropout are those of the timm model, whatever the
+    description has. Dumps hold the description's keys only.
+    """
+
+    timm_model_name: str
+    """Name of the model in timm."""
+    timm_model_pretrained: bool = False
+    """Ignored: nothing is downloaded."""
+    timm_pool: Literal["map", "token"] = "token"
+    """Feature of the image: attention pooling ("map"), or the class token."""
+    timm_proj: Literal["none"] | None = None
+    """Projection to the embedding: "none", or None for the model's classifier."""
+    timm_proj_bias: bool = False
+    """Ignored: a classifier always has a bias."""
+    timm_drop: float = 0.0
+    """Ignored: it applies to projections behind the model."""
+    timm_drop_path: float | None = None
+    """Stochastic depth; only 0 is supported."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_timm(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or "timm_model_name" not in given:
+            return given
+        settings = timm_settings(given)
+        assert isinstance(settings, dict), f"reason_not_own has accepted {settings}"
+        return {**given, **settings}
+
+    @model_serializer(mode="wrap")
+    def _only_keys_of_the_description(self, dump: Any) -> dict[str, Any]:
+        keys = DescribedVision.model_fields.keys() | {name for name in type(self).model_fields if name[:5] == "timm_"}
+        # null is not open_clip's default, and must stay in dumps without nulls
+        return {name: value for name, value in dump(self).items() if name in keys} | {"timm_proj": self.timm_proj}
+
+
+class TextConfig(_Blocks, DescribedText):
     """The text tower and its tokenizer (open_clip's `text_cfg`)."""
 
     width: int = Field(512, gt=0, le=_MAX_WIDTH)
     """Number of channels C of every token."""
     heads: int = Field(8, gt=0)
     """Number of attention heads."""
-    layers: int = Field(12, gt=0, le=_MAX_LAYERS)
-    """Number of transformer blocks."""
-    mlp_ratio: float = Field(4.0, gt=0, le=_MAX_RATIO)
-    """Ratio of the MLP's hidden width to `width`; the hidden width is int(width * mlp_ratio)."""
-    ls_init_value: float | None = None
-    """Initial value of LayerScale; None: the blocks have no LayerScale."""
     pool_type: Literal["argmax", "eos", "last", "first"] = "argmax"
     """Position of the caption's feature. "argmax" (the highest id) is correct only for CLIP's own vocabulary."""
+    proj_type: Literal["linear", "none"] = "linear"
+    """"none": the tower's last layer norm returns the embedding."""
+    proj_bias: bool = False
+    """True: the projection to the embedding has a bias."""
+
+    @property
+    def projection(self) -> Projection:
+        """Projection to the embedding."""
+        return "none" if self.proj_type == "none" else "linear" if self.proj_bias else "matrix"
+
+    @property
+    def has_head(self) -> bool:
+        """True if parameters follow the last block and its norm."""
+        return self.projection != "none"
 
 
 class ModelConfig(Description):
     """A dual encoder; `vision_cfg` and `text_cfg` as in open_clip's JSON."""
 
-    vision_cfg: VisionConfig
+    vision_cfg: TimmVisionConfig | VisionConfig
     """Image tower."""
     text_cfg: TextConfig
     """Text tower and tokenizer."""
@@ -220,10 +320,12 @@ class ModelConfig(Description):
                 'to "auto" or "open_clip", which run open_clip\'s modules'
             )
         cleaned = _known_keys(cls, description, "", source)
-        for name, section in (("vision_cfg", VisionConfig), ("text_cfg", TextConfig)):
-            if isinstance(cleaned.get(name), dict):
-                cleaned[name] = _known_keys(section, cleaned[name], name, source)
-        config = cls._validated(cleaned, source)
+        for name in ("vision_cfg", "text_cfg"):
+            if isinstance(given := cleaned.get(name), dict):
+                image: type[VisionConfig] = TimmVisionConfig if given.get("timm_model_name") else VisionConfig
+                section = image if name == "vision_cfg" else TextConfig
+                cleaned[name] = section._validated(_known_keys(section, given, name, source), f"{source}: {name}.")
+        config = cls._validated(cleaned, f"{source}: ")
         _check_consistent(config, source)
         return config
 
@@ -242,9 +344,15 @@ def reason_not_own(description: dict[str, Any]) -> str | None:
         if not isinstance(section, dict):
             continue
         for key, off in _NOT_SUPPORTED[name].items():
-            if key in section and section[key] != off:
+            if key in section and section[key] != off and key != "timm_model_name":
                 return f"{name}.{key}".lstrip(".") + " " + shortened(json.dumps(section[key], default=str))
+        for key, known in _KNOWN_ARGUMENTS.items() if name else ():
+            if (given := section.get(key)) and (not isinstance(given, dict) or not known >= given.keys()):
+                return f"{name}.{key} {shortened(json.dumps(given, default=str))}"
     vision = description.get("vision_cfg")
+    if isinstance(vision, dict) and vision.get("timm_model_name"):
+        settings = timm_settings(vision)
+        return f"vision_cfg.{settings}" if isinstance(settings, str) else None
     if isinstance(vision, dict) and isinstance(vision.get("layers"), list):
         return f"vision_cfg.layers {vision['layers']} (a ResNet)"
     return None
@@ -277,11 +385,12 @@ def _known_keys(section: type[BaseModel], given: dict[str, Any], name: str, sour
     """Return `given` without the keys of features that are turned off; raise ConfigError for unknown keys."""
     known = {}
     prefix = f"{name}." if name else ""
+    fields = {key for key, field in section.model_fields.items() if not field.exclude}
     for key, value in given.items():
-        if key in section.model_fields:
+        if key in fields:
             known[key] = value
         elif key not in _NOT_SUPPORTED[name] and not _belongs_to_unused_feature(key, given):
-            raise unknown_key(source, prefix, key, set(section.model_fields))
+            raise unknown_key(source, prefix, key, fields)
     return known
 
 
@@ -311,6 +420,12 @@ def _check_consistent(config: ModelConfig, source: str) -> None:
             f"{source}: vision_cfg.patch_size {vision.patch_size} must not be larger than vision_cfg.image_size "
             f"{vision.image_size}"
         )
+    for section, tower in (("vision_cfg", vision), ("text_cfg", text)):
+        if tower.projection == "none" and tower.width != config.embed_dim:
+            raise ConfigError(
+                f"{source}: embed_dim {config.embed_dim}: the tower of {section} returns {tower.width} numbers per "
+                f"sample and has no projection; set embed_dim to {tower.width}, or give the tower a projection"
+            )
     if text.pool_type == "eos" and text.eos_id >= text.vocab_size:
         raise ConfigError(
             f"{source}: text_cfg.eos_id {text.eos_id} must be smaller than text_cfg.vocab_size {text.vocab_size}"

@@ -67,9 +67,9 @@ class LayerFactory:
         self.group = group
         self._norm: type[nn.Module] | Any = nn.LayerNorm if layer_norm == "torch" else _apex_layer_norm()
 
-    def norm(self, width: int) -> nn.Module:
+    def norm(self, width: int, eps: float = 1e-5) -> nn.Module:
         """Return a layer norm with weight and bias over the last dimension."""
-        layer: nn.Module = self._norm(width)
+        layer: nn.Module = self._norm(width, eps=eps)
         return layer
 
     def by_output(self, inputs: int, outputs: int, *, shares_input: bool = False) -> nn.Module:

@@ -84,7 +84,7 @@ class OpenClipConfig(Description):
         if (reason := reason_refused(description)) is not None:
             raise ConfigError(f"{source}: {reason}; choose another model (`megaclip show models` lists them)")
         _check_keys(description, source)
-        config = cls._validated(description, source)
+        config = cls._validated(description, f"{source}: ")
         if config.text_cfg.embed_cls and not config.has_text_prefix:
             raise ConfigError(
                 f"{source}: text_cfg.embed_cls true requires custom_text true: without it open_clip's model has no "

@@ -1,4 +1,4 @@
-"""The text tower: token and position embeddings, pre-norm causal blocks, one embedding per caption.
+"""The text tower: token and position embeddings, pre-norm blocks, causal or not, one embedding per caption.
 
 Parameter names and semantics are those of open_clip's `TextTransformer`. Parameters that no submodule owns (positions,
 final projection) are used only in this module's forward, because ZeRO-3 gathers them only there.
@@ -14,7 +14,7 @@ from torch import nn
 
 from megaclip.comm.collectives import gather_integers
 from megaclip.comm.groups import RankGroup
-from megaclip.models.blocks import Part, Position, Transformer
+from megaclip.models.blocks import Part, Position, Transformer, project, projection
 from megaclip.models.config import TextConfig
 from megaclip.models.layers import LayerFactory
 from megaclip.models.open_clip_config import OpenClipText
@@ -94,8 +94,8 @@ class TextTower(nn.Module):
         self.token_embedding = nn.Embedding(config.vocab_size, config.width)
         self.positional_embedding = nn.Parameter(torch.empty(config.context_length, config.width))
         self.transformer = Transformer(config, quick_gelu, causal=not config.no_causal_mask, factory=factory)
-        self.ln_final = factory.norm(config.width)
-        self.text_projection = nn.Parameter(torch.empty(config.width, embed_dim))
+        self.ln_final = factory.norm(config.width, config.norm_eps)
+        self.text_projection = projection(config.projection, config.width, embed_dim)
 
     def forward(self, tokens: torch.Tensor, pieces: Pieces | None = None) -> torch.Tensor:
         """Encode tokens (b, L) int64 as (b, D) in the parameters' dtype.
@@ -109,10 +109,11 @@ class TextTower(nn.Module):
             of_rows = [positions[:length].expand(rows, -1, -1) for rows, length in pieces]
             x_bLC = self.token_embedding(pack(cut(tokens, pieces))) + pack(of_rows)
         x_b1C = self.transformer(x_bLC, pooled_position(tokens, self.config), pieces)
-        return self.ln_final(x_b1C.squeeze(1)) @ self.text_projection
+        return project(self.ln_final(x_b1C.squeeze(1)), self.text_projection)
 
-    def trainable_groups(self) -> list[list[Part]]:
+    def trainable_groups(self) -> list[list[Part | None]]:
         """Return the parts of the tower from input to output, in the groups that open_clip locks and unlocks."""
-        blocks: list[list[Part]] = [[block] for block in self.transformer.resblocks]
-        stem: list[Part] = [self.token_embedding, self.positional_embedding]
-        return [stem, *blocks[:-1], [*blocks[-1], self.ln_final], [self.text_projection]]
+        blocks: list[list[Part | None]] = [[block] for block in self.transformer.resblocks]
+        stem: list[Part | None] = [self.token_embedding, self.positional_embedding]
+        head: list[Part | None] = [self.text_projection]
+        return [stem, *blocks[:-1], [*blocks[-1], self.ln_final], *([] if self.text_projection is None else [head])]

@@ -1,26 +1,30 @@
 """The image tower: patches, a class token, learnt positions, pre-norm blocks, one embedding per image.
 
-Parameter names and semantics are those of open_clip's `VisionTransformer`. Parameters that no submodule owns (class and
-position embeddings, final projection) are used only in this module's forward, because ZeRO-3 gathers them only there.
+Parameter names are those of open_clip's `VisionTransformer`, and semantics also those of timm's. Parameters that no
+submodule owns (class and position embeddings, final projection) are used only in this module's forward, because ZeRO-3
+gathers them only there.
 
-Shapes: b batch, P patches, L = P + 1 tokens, C width, D embedding.
+Shapes: b batch, P patches, L tokens (P + 1 with a class token, else P), C width, D embedding.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megaclip.models.blocks import Part, Transformer
-from megaclip.models.config import VisionConfig
+from megaclip.models.blocks import AttentionPooling, Part, Transformer, project, projection
+from megaclip.models.config import TimmVisionConfig, VisionConfig
 from megaclip.models.layers import LayerFactory
 
 
 class PatchDropout(nn.Module):
-    """Keep a random subset of the patches of every training image, and the class token (FLIP, arXiv:2212.00794)."""
+    """Keep a random subset of the patches of every training image (FLIP, arXiv:2212.00794).
 
-    def __init__(self, fraction: float) -> None:
+    prefix: number of tokens before the patches, which are kept.
+    """
+
+    def __init__(self, fraction: float, prefix: int = 1) -> None:
         super().__init__()
-        self.fraction = fraction
+        self.fraction, self.prefix = fraction, prefix
 
     def draw(self, batch: int, patches: int, device: torch.device) -> torch.Tensor | None:
         """Return the patches to keep, (b, kept) int64, in training; None to keep all of them.
@@ -34,11 +38,11 @@ class PatchDropout(nn.Module):
         return torch.rand(batch, patches, device=device).topk(kept, dim=1).indices
 
     def forward(self, x_bLC: torch.Tensor, index_bk: torch.Tensor | None) -> torch.Tensor:
-        """(b, 1 + P, C) and what `draw` returned in, (b, 1 + kept, C) out."""
+        """(b, prefix + P, C) and what `draw` returned in, (b, prefix + kept, C) out."""
         if index_bk is None:
             return x_bLC
         row_b1 = torch.arange(len(x_bLC), device=x_bLC.device).unsqueeze(1)
-        return torch.cat([x_bLC[:, :1], x_bLC[:, 1:][row_b1, index_bk]], dim=1)
+        return torch.cat([x_bLC[:, : self.prefix], x_bLC[:, self.prefix :][row_b1, index_bk]], dim=1)
 
 
 def patch_products(images: torch.Tensor, convolution: nn.Conv2d) -> torch.Tensor:
@@ -57,8 +61,8 @@ def patch_products(images: torch.Tensor, convolution: nn.Conv2d) -> torch.Tensor
 class PatchEmbedding(nn.Conv2d):
     """Convolution that returns tokens."""
 
-    def __init__(self, width: int, patch_size: int) -> None:
-        super().__init__(3, width, patch_size, stride=patch_size, bias=False)
+    def __init__(self, width: int, patch_size: int, bias: bool) -> None:
+        super().__init__(3, width, patch_size, stride=patch_size, bias=bias)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return patches (b, P, C) of images (b, 3, height, width)."""
@@ -74,34 +78,40 @@ class VisionTower(nn.Module):
     def __init__(self, config: VisionConfig, embed_dim: int, quick_gelu: bool, factory: LayerFactory) -> None:
         super().__init__()
         self.config = config
-        self.conv1 = PatchEmbedding(config.width, config.patch_size)
-        self.class_embedding = nn.Parameter(torch.empty(config.width))
-        self.positional_embedding = nn.Parameter(torch.empty(config.grid_size**2 + 1, config.width))
-        self.patch_dropout = PatchDropout(config.patch_dropout)
-        self.ln_pre = nn.Identity() if config.no_ln_pre else factory.norm(config.width)
+        width, eps = config.width, config.norm_eps
+        self.conv1 = PatchEmbedding(width, config.patch_size, config.patch_bias)
+        shape = (1, 1, width) if isinstance(config, TimmVisionConfig) else (width,)  # weight decay depends on it
+        self.class_embedding = nn.Parameter(torch.empty(shape)) if config.class_token else None
+        self.positional_embedding = nn.Parameter(torch.empty(config.tokens, width))
+        self.patch_dropout = PatchDropout(config.patch_dropout, prefix=int(config.class_token))
+        self.ln_pre = nn.Identity() if config.no_ln_pre else factory.norm(width, eps)
         self.transformer = Transformer(config, quick_gelu, causal=False, factory=factory)
-        self.ln_post = factory.norm(config.width)
-        self.proj = nn.Parameter(torch.empty(config.width, embed_dim))
+        self.ln_post = factory.norm(width, eps)
+        self.attn_pool = AttentionPooling(config, factory) if config.pool_heads else None
+        self.proj = projection(config.projection, width, embed_dim)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Encode images (b, 3, image_size, image_size), any floating dtype, as (b, D) in the parameters' dtype."""
         return self._encode(images, self.patch_dropout.draw(len(images), self.config.grid_size**2, images.device))
 
     def _encode(self, images: torch.Tensor, kept_bk: torch.Tensor | None) -> torch.Tensor:
-        patches_bPC = self.conv1(images.to(self.conv1.weight.dtype))
-        class_b1C = self.class_embedding.expand(len(images), 1, -1)
-        x_bLC = torch.cat([class_b1C, patches_bPC], dim=1) + self.positional_embedding
-        x_bLC = self.ln_pre(self.patch_dropout(x_bLC, kept_bk))
-        if self.config.pool_type == "tok":
+        x_bLC = self.conv1(images.to(self.conv1.weight.dtype))
+        if self.class_embedding is not None:
+            x_bLC = torch.cat([self.class_embedding.expand(len(images), 1, -1), x_bLC], dim=1)
+        x_bLC = self.ln_pre(self.patch_dropout(x_bLC + self.positional_embedding, kept_bk))
+        if self.attn_pool is not None:
+            pooled_bC = self.attn_pool(self.ln_post(self.transformer(x_bLC)))
+        elif self.config.pool_type == "tok":
             pooled_bC = self.ln_post(self.transformer(x_bLC, position=0).squeeze(1))
         elif self.config.final_ln_after_pool:
             pooled_bC = self.ln_post(self.transformer(x_bLC)[:, 1:].mean(dim=1))
         else:
             pooled_bC = self.ln_post(self.transformer(x_bLC))[:, 1:].mean(dim=1)
-        return pooled_bC @ self.proj
+        return project(pooled_bC, self.proj)
 
-    def trainable_groups(self) -> list[list[Part]]:
+    def trainable_groups(self) -> list[list[Part | None]]:
         """Return the parts of the tower from input to output, in the groups that open_clip locks and unlocks."""
-        blocks: list[list[Part]] = [[block] for block in self.transformer.resblocks]
-        stem: list[Part] = [self.conv1, self.class_embedding, self.positional_embedding, self.ln_pre]
-        return [stem, *blocks[:-1], [*blocks[-1], self.ln_post], [self.proj]]
+        blocks: list[list[Part | None]] = [[block] for block in self.transformer.resblocks]
+        stem: list[Part | None] = [self.conv1, self.class_embedding, self.positional_embedding, self.ln_pre]
+        head: list[Part | None] = [part for part in (self.attn_pool, self.proj) if part is not None]
+        return [stem, *blocks[:-1], [*blocks[-1], self.ln_post], *([head] if head else [])]

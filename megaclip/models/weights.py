@@ -19,6 +19,7 @@ from torch import nn
 from megaclip.errors import CheckpointError
 from megaclip.logging import get_logger
 from megaclip.models.clip import ClipModel
+from megaclip.models.config import TimmVisionConfig
 from megaclip.models.dual_encoder import TOWER_PREFIXES, DualEncoder
 from megaclip.models.layers import own_part, whole_shape
 from megaclip.models.open_clip_keys import StateDict, from_open_clip
@@ -155,7 +156,8 @@ def fit_tower(
             unused |= classifier & weights.keys()
         weights = {name: value for name, value in weights.items() if name not in unused}
         ignored += sorted(unused)
-        required = {name for name in own if name.startswith(_TRUNKS[tower])} - classifier | weights.keys()
+        is_own = tower == "image" and isinstance(model.config.vision_cfg, TimmVisionConfig)
+        required = {name for name in own if is_own or name.startswith(_TRUNKS[tower])} - classifier | weights.keys()
     compare_weights(model, weights, required).require_complete(
         f"--pretrained-{tower} {source} does not fit the {tower} tower, read as {reading.kind}",
         "use weights of the same tower and embedding size, or another --model",
@@ -222,6 +224,7 @@ def _readings(tensors: StateDict, model: DualEncoder, tower: str) -> list[_Readi
     readings = [_Reading("open_clip's tower alone", alone, False)]
     for root in _HUGGING_FACE_ROOTS if tower == "text" else ("",):
         own = {f"{trunk}{name.removeprefix(root)}": v for name, v in tensors.items() if name.startswith(root)}
+        own = from_open_clip(own, model.config) if tower == "image" else own
         rest = tuple(name for name in tensors if not name.startswith(root))
         embeddings = f"{trunk}embed_tokens.weight"
         for shared in _SHARED_EMBEDDINGS:
@@ -234,6 +237,8 @@ def _readings(tensors: StateDict, model: DualEncoder, tower: str) -> list[_Readi
 
 def _classifier(model: DualEncoder) -> set[str]:
     """Return the names of the parameters of a timm trunk's classifier, which is then the projection."""
+    if isinstance(model, ClipModel):
+        return {name for name, _ in model.named_parameters() if name.startswith("visual.proj.")}
     trunk: Any = getattr(model.visual, "trunk", None)
     if trunk is None:
         return set()
@@ -245,20 +250,23 @@ def _classifier(model: DualEncoder) -> set[str]:
 def _fit_positions(state_dict: StateDict, model: DualEncoder, kept_positions: int) -> StateDict:
     """Return weights whose position embeddings are interpolated to the model's image size and context length.
 
-    In vision transformers the positions are those of a class token and the patches. Those of timm's trunks are
-    interpolated by timm. All other entries, and positions of another width, are returned unchanged.
+    In vision transformers the positions are those of a class token and the patches, or of the patches. Those of timm's
+    trunks are interpolated by timm, in the same way. All other entries, and positions of another width, are returned
+    unchanged.
     """
     adapted = dict(state_dict)
     name, positions = "visual.positional_embedding", getattr(model.visual, "positional_embedding", None)
     if _differs_in_length(adapted.get(name), positions):
+        prefix = 1
         if isinstance(model, ClipModel):
             grid = (model.config.vision_cfg.grid_size, model.config.vision_cfg.grid_size)
+            prefix = int(model.config.vision_cfg.class_token)
         else:
             # open_clip's tower has the attribute; nn.Module's type does not.
             grid = tuple(model.visual.grid_size)  # type: ignore[arg-type, assignment]
-        old_grid = math.isqrt(len(adapted[name]) - 1)
-        if len(adapted[name]) == old_grid**2 + 1:
-            class_1C, patches_PC = adapted[name].float().split([1, old_grid**2])
+        old_grid = math.isqrt(len(adapted[name]) - prefix)
+        if len(adapted[name]) == old_grid**2 + prefix:
+            class_1C, patches_PC = adapted[name].float().split([prefix, old_grid**2])
             patches_1Chw = patches_PC.T.reshape(1, -1, old_grid, old_grid)
             patches_1Chw = F.interpolate(patches_1Chw, grid, mode="bicubic", antialias=True)
             adapted[name] = torch.cat([class_1C, patches_1Chw[0].flatten(1).T])

@@ -35,7 +35,7 @@ def text_chunks_for(model: ModelDescription, compute_bytes: int, cut_captions: b
         least = LEAST_CUT_CHUNKS if cuts_captions(cut_captions, model.text_cfg) else 1
         return TextChunks(max(1, int(image.backward_peak / text.backward_peak)), least)
     tower, captions = model.vision_cfg, model.text_cfg
-    tokens = 1 + tower.grid_size**2 * (1 - tower.patch_dropout)
+    tokens = tower.tokens - tower.grid_size**2 * tower.patch_dropout
     numbers = captions.context_length * captions.width * captions.layers
     return TextChunks(max(1, round(tokens * tower.width * tower.layers / numbers)))
 

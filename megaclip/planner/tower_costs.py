@@ -185,7 +185,7 @@ def trace_tower(model: DualEncoder, name: str, samples: int) -> TowerCosts:
     with ExitStack() as hooks:
         for block in blocks:
             hooks.callback(block.register_forward_pre_hook(count_input, with_kwargs=True).remove)
-        for block in blocks[:-1]:  # as torch.compile compiles the blocks of MegaCLIP's own towers
+        for block in model.blocks_to_compile(tower):
             for module in block.modules():
                 if block in trained_blocks and isinstance(module, nn.LayerNorm | nn.GELU | QuickGELU):
                     hooks.callback(module.register_forward_hook(count_output).remove)

@@ -26,8 +26,8 @@ CONFIG = ModelConfig.from_dict(
 class FusedLayerNorm(nn.LayerNorm):
     """Stand-in with the constructor of apex's class."""
 
-    def __init__(self, normalized_shape: int, *, memory_efficient: bool) -> None:
-        super().__init__(normalized_shape)
+    def __init__(self, normalized_shape: int, eps: float = 1e-5, *, memory_efficient: bool) -> None:
+        super().__init__(normalized_shape, eps=eps)
         self.memory_efficient = memory_efficient
 
 

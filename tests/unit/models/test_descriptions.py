@@ -28,7 +28,9 @@ TEXT = {"context_length": 8, "vocab_size": 64, "width": 16, "heads": 2, "layers"
         ("ViT-B-32", "auto", ModelConfig),
         ("ViT-B-32", "open_clip", OpenClipConfig),
         ("RN50", "auto", OpenClipConfig),
-        ("ViT-SO400M-14-SigLIP", "auto", OpenClipConfig),
+        ("ViT-SO400M-14-SigLIP", "auto", ModelConfig),
+        ("ViT-SO400M-14-SigLIP", "open_clip", OpenClipConfig),
+        ("nllb-clip-base-siglip", "auto", OpenClipConfig),
         ("roberta-ViT-B-32", "open_clip", OpenClipConfig),
     ],
 )
@@ -166,7 +168,7 @@ def test_the_list_has_every_description_and_most_of_them_run():
     names, towers = ([part.strip() for part in column] for column in zip(*listed, strict=True))
     assert names == list(open_clip_descriptions())
     assert sum(kind in ("MegaCLIP", "open_clip") for kind in towers) >= 130
-    for name in ("RN50", "ViT-S-32", "coca_base"):
+    for name in ("RN50", "ViT-S-32", "ViT-B-16-SigLIP", "coca_base"):
         assert row(name) in docs_models.parts()[1]
 
 

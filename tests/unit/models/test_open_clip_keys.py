@@ -8,6 +8,7 @@ import torch
 from megaclip.models import ClipModel, ModelConfig, build_model, load_model_config, meta_model
 from megaclip.models.open_clip_keys import from_open_clip, to_open_clip
 from megaclip.open_clip_package import import_open_clip
+from tests.open_clip_families import OWN_TIMM, own_description
 from tests.tolerances import FEATURES, POSITIONS, TOWER_GRADIENT, assert_close, assert_far
 
 SMALL = {
@@ -33,6 +34,8 @@ VARIANTS = {
 
 
 def variant(name):
+    if name in OWN_TIMM:
+        return own_description(name)
     model = copy.deepcopy(SMALL)
     for key, value in VARIANTS[name].items():
         if isinstance(value, dict):
@@ -94,7 +97,7 @@ def test_features_of_the_standard_towers_equal_open_clips(name, batch):
     assert_same_features(theirs_quick, ours_with_weights_of(theirs, load_model_config(quick)), batch)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [*VARIANTS, *OWN_TIMM])
 def test_features_and_gradients_of_every_option_equal_open_clips(name):
     theirs = open_clip_model(variant(name)).double()
     config = ModelConfig.from_dict(variant(name))
@@ -104,6 +107,8 @@ def test_features_and_gradients_of_every_option_equal_open_clips(name):
     weights = torch.randn(2, 5, config.embed_dim, dtype=torch.float64)
     expected, got = theirs(images, tokens), ours(images, tokens)
     for output in (expected, got):
+        assert_close(got[0], expected[0], FEATURES["float64"], "image features")
+        assert_close(got[1], expected[1], FEATURES["float64"], "text features")
         (output[0] * weights[0] + output[1] * weights[1]).sum().backward()
 
     ours_by_name = to_open_clip({name: p.grad for name, p in ours.named_parameters() if p.grad is not None}, config)
@@ -113,7 +118,27 @@ def test_features_and_gradients_of_every_option_equal_open_clips(name):
         assert_close(ours_by_name[parameter], gradient, TOWER_GRADIENT, parameter)
 
 
-@pytest.mark.parametrize("name", ["ViT-L-14-336", "ViT-H-14", "ViT-g-14", "ViT-bigG-14"])
+@pytest.mark.parametrize("name", OWN_TIMM)
+def test_weights_of_timm_are_converted_both_ways_without_a_change(name):
+    theirs = open_clip_model(own_description(name), seed=3).state_dict()
+    config = ModelConfig.from_dict(own_description(name))
+    assert config == ModelConfig.from_dict(config.to_open_clip()), "the exported description is read alike"
+    back = to_open_clip(from_open_clip(theirs, config), config)
+    assert back.keys() == theirs.keys()
+    assert all(torch.equal(back[key], theirs[key]) for key in theirs)
+
+
+LARGE = [
+    "ViT-L-14-336",
+    "ViT-H-14",
+    "ViT-g-14",
+    "ViT-bigG-14",
+    "ViT-SO400M-16-SigLIP-i18n-256",
+    "ViT-gopt-16-SigLIP2-256",
+]
+
+
+@pytest.mark.parametrize("name", LARGE)
 def test_names_and_shapes_of_the_large_towers_equal_open_clips(name):
     with torch.device("meta"):
         theirs = open_clip_model(import_open_clip().get_model_config(name)).state_dict()
@@ -131,10 +156,11 @@ def in_open_clips_names(flags, model):
     return {name: set(value.flatten().tolist()) for name, value in to_open_clip(tensors, model.config).items()}
 
 
-@pytest.mark.parametrize("unlocked", range(8))
-def test_locking_freezes_the_same_parameters_as_open_clip(unlocked):
-    theirs = open_clip_model(SMALL)
-    ours = build_model(ModelConfig.from_dict(SMALL))
+@pytest.mark.parametrize("name", ["plain", *OWN_TIMM])
+@pytest.mark.parametrize("unlocked", range(6))
+def test_locking_freezes_the_same_parameters_as_open_clip(name, unlocked):
+    theirs = open_clip_model(variant(name))
+    ours = build_model(ModelConfig.from_dict(variant(name)))
     for model in (theirs, ours):
         model.lock_image_tower(unlocked)
         model.lock_text_tower(unlocked)
@@ -143,9 +169,10 @@ def test_locking_freezes_the_same_parameters_as_open_clip(unlocked):
     assert in_open_clips_names(trainable, ours) == expected
 
 
-def test_weight_decay_follows_open_clips_rule():
-    theirs = open_clip_model(variant("layer_scale"))
-    ours = build_model(ModelConfig.from_dict(variant("layer_scale")))
+@pytest.mark.parametrize("name", ["layer_scale", *OWN_TIMM])
+def test_weight_decay_follows_open_clips_rule(name):
+    theirs = open_clip_model(variant(name))
+    ours = build_model(ModelConfig.from_dict(variant(name)))
     exempt = ours.no_weight_decay_names()
     flags = {name: name in exempt for name, _ in ours.named_parameters()}
     # open_clip_train/main.py, the lambda `exclude`
@@ -174,10 +201,18 @@ def statistics_by_kind(state_dict):
     return result
 
 
-def test_initial_values_have_open_clips_distributions():
-    description = copy.deepcopy(SMALL)
-    description["vision_cfg"].update(image_size=64, patch_size=8, layers=6, width=192, head_width=64, ls_init_value=0.1)
-    description["text_cfg"].update(context_length=64, vocab_size=400, width=128, heads=2, layers=6, mlp_ratio=3.0)
+@pytest.mark.parametrize("name", ["plain", *OWN_TIMM])
+def test_initial_values_have_open_clips_distributions(name):
+    description = variant(name)
+    if name == "plain":
+        vision = {"image_size": 64, "patch_size": 8, "layers": 6, "width": 192, "head_width": 64, "ls_init_value": 0.1}
+        description["vision_cfg"].update(vision)
+    wide = {
+        "context_length": 64,
+        "vocab_size": 400,
+        "width": description["embed_dim"] if name == "siglip i18n" else 128,
+    }
+    description["text_cfg"] = {**description["text_cfg"], **wide, "heads": 2, "layers": 6, "mlp_ratio": 3.0}
     config = ModelConfig.from_dict(description)
     expected = statistics_by_kind(open_clip_model(description, seed=11).state_dict())
     torch.manual_seed(12)
