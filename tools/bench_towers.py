@@ -139,8 +139,10 @@ def _attention_call(batch: int, heads: int, width: int, tokens: int, causal: boo
 class OneProduct(Attention):
     """Attention with one product for queries, keys and values, of weights that are joined in every call."""
 
-    def forward(self, x_bLC: Tensor, position: Position | None = None, pieces: Pieces | None = None) -> Tensor:
-        assert position is None and pieces is None, "only whole blocks of equal lengths are measured"
+    def forward(
+        self, x_bLC: Tensor, position: Position | None = None, pieces: Pieces | None = None, **options: Any
+    ) -> Tensor:
+        assert position is None and pieces is None and not options, "only whole blocks of equal lengths are measured"
         layers: Any = (self.q_proj, self.k_proj, self.v_proj)
         weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
         q_bHLK, k_bHLK, v_bHLK = (self._split_heads(part) for part in F.linear(x_bLC, weight, bias).chunk(3, dim=-1))
@@ -155,7 +157,7 @@ def block_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         towers: tuple[tuple[str, Any], ...] = (("image", model.visual), ("text", model.text))
         for tower, module in towers:
             inputs = _inputs(model, tower, batch, options.captions)
-            tokens = inputs.shape[1] if tower == "text" else model.visual.config.grid_size**2 + 1
+            tokens = inputs.shape[1] if tower == "text" else model.visual.config.tokens
             block = module.transformer.resblocks[0]
             described = {"model": name, "tower": tower, "batch": batch, "L": tokens}
             x = torch.randn(batch, tokens, module.config.width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
