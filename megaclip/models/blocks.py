@@ -107,6 +107,7 @@ class Attention(nn.Module):
         x_bLC: torch.Tensor,
         position: Position | None = None,
         pieces: Pieces | None = None,
+        *,
         query_11C: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position; with `causal`, position i sees 0..i.
