@@ -1,12 +1,15 @@
-"""Evaluate a model: zero-shot classification and image-text retrieval, exact, on one process or all ranks.
+"""Evaluate a model: zero-shot classification, retrieval or a whole suite, exact, on one process or all ranks.
 
     megaclip evaluate OUT_DIR --val-data 'val/{00..09}.tar' --zeroshot-data imagenet_val --json scores.json
     deepspeed --module megaclip evaluate runs/NAME --val-data 'val/{00..09}.tar'
+    megaclip evaluate OUT_DIR --suite datacomp_evaluation/ --json results.jsonl
 
 MODEL is an exported open_clip directory, a run (runs/NAME) or its checkpoints folder; --tag selects the step of a run.
 Ties count against the model. Pairs with equal images count as one image with several captions, and all captions of a
 list are used. --group-captions takes every line of a text as a caption. --pictures writes the similarity heat map and
-the retrieved images that training shows in TensorBoard.
+the retrieved images that training shows in TensorBoard. --suite evaluates every sub-folder of a folder with the metric
+that papers report (`megaclip show evaluation`). With --json it resumes: tasks whose results are in the file are not
+evaluated again, unless the model or their data has changed.
 """
 
 from __future__ import annotations
@@ -64,6 +67,12 @@ def evaluate_saved(arguments: argparse.Namespace) -> None:
             if arguments.pictures is not None:
                 prepare_folder(arguments.pictures)
     loaded = load_saved_model(arguments.model, tag=arguments.tag, tokenizer=arguments.tokenizer, ema=arguments.ema)
+    checksum = ""
+    if arguments.suite is not None:
+        from megaclip.commands.evaluate_suite import evaluate_suite, model_checksum
+
+        if group_rank() == 0 and arguments.json is not None:
+            checksum = model_checksum(loaded, arguments.precision)
     with raise_on_all_ranks():
         pairs, labelled = open_data(arguments)
     require_equal({"--val-data": data_text(pairs), "--zeroshot-data": data_text(labelled)})
@@ -76,6 +85,9 @@ def evaluate_saved(arguments: argparse.Namespace) -> None:
         image_dtype=dtype,
         cut_captions=loaded.model.cut_captions,
     )
+    if arguments.suite is not None:
+        evaluate_suite(arguments, loaded, checksum, encode)
+        return
     result, left_out = evaluate_datasets(
         encode,
         pairs=pairs,
@@ -110,6 +122,8 @@ def parse_arguments() -> argparse.Namespace:
         "--group-captions", action="store_true", help="take every line of a text as a caption (COCO, Flickr)"
     )
     parser.add_argument("--zeroshot-data", metavar="FOLDER", help="labelled images for zero-shot classification")
+    parser.add_argument("--suite", type=Path, metavar="FOLDER", help="folder with one sub-folder per task")
+    parser.add_argument("--markdown", action="store_true", help="print the table of --suite in Markdown")
     parser.add_argument(
         "--tokenizer",
         help="'clip', a sentencepiece .model file or a Hugging Face tokenizer's folder (default: from the model card)",
@@ -124,14 +138,23 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--workers", type=integer(0), default=DEFAULT_WORKERS, help="number of data worker processes per rank"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the scores to this file")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="also write the scores to this file, from which --suite resumes",
+    )
     parser.add_argument(
         "--pictures", type=Path, metavar="FOLDER", help="write similarity.png and retrieval.png to this folder"
     )
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # from the deepspeed launcher
     arguments = parser.parse_args()
-    if not arguments.val_data and not arguments.zeroshot_data:
-        parser.error("no data to evaluate on; give --val-data, --zeroshot-data or both")
+    if not arguments.val_data and not arguments.zeroshot_data and arguments.suite is None:
+        parser.error("no data to evaluate on; give --val-data, --zeroshot-data or both, or --suite")
+    if arguments.suite is not None and (arguments.val_data or arguments.zeroshot_data):
+        parser.error("--suite cannot be combined with --val-data or --zeroshot-data; run two commands")
+    if arguments.markdown and arguments.suite is None:
+        parser.error("--markdown has no effect without --suite; add --suite, or leave it out")
     if arguments.val_fraction is not None and not 0 < arguments.val_fraction < 1:
         parser.error(f"--val-fraction is {arguments.val_fraction:g}; use a fraction between 0 and 1")
     for flag in ("pictures", "val_fraction", "group_captions", "image_key", "caption_key", "dataset_type"):

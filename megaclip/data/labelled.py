@@ -1,14 +1,15 @@
 """Open labelled images for zero-shot classification, in CLIP_benchmark's layout or with one image folder per class.
 
-CLIP_benchmark's layout: tar shards with an image and a `.cls` file per sample, in the folder itself or its `test`
-folder. `classnames.txt` and `zeroshot_classification_templates.txt` ("a photo of a {c}.") lie in the folder. With one
-image folder per class the two text files are optional: the classes are the sorted sub-folders, named as these are.
-Folders whose names differ only in their numbers ("0", "class_11") are sorted by these numbers.
+CLIP_benchmark's layout: tar shards with an image and a `.cls` or `.npy` file per sample, in the folder itself or its
+`test` folder. `classnames.txt` and `zeroshot_classification_templates.txt` ("a photo of a {c}.") lie in the folder.
+With one image folder per class the two text files are optional: the classes are the sorted sub-folders, named as these
+are. Folders whose names differ only in their numbers ("0", "class_11") are sorted by these numbers.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import shutil
@@ -16,17 +17,20 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from megaclip.data.batch import BadSample, RawSample
-from megaclip.data.captions import CaptionKeys
+from megaclip.data.captions import CaptionKeys, WeightedKey
 from megaclip.data.image_folder import reason_to_leave_out, walk_folder
 from megaclip.data.remote import RemoteFile, copied, find_files, is_remote, user_cache
 from megaclip.data.source import UNREADABLE, Account, read_file
 from megaclip.data.tar_shards import TarShards
-from megaclip.errors import DataError, os_reason, public
+from megaclip.errors import DataError, first_line, os_reason, public
 from megaclip.files import replacing
 from megaclip.logging import get_logger
 
 CLASS_NAMES_FILE = "classnames.txt"
+SHARD_COUNT_FILE = "nshards.txt"
 TEMPLATES_FILE = "zeroshot_classification_templates.txt"
 DEFAULT_TEMPLATES = ["a photo of a {c}."]
 _SPLITS = {"train", "training", "val", "valid", "validation", "dev", "test"}
@@ -40,8 +44,18 @@ _logger = get_logger(__name__)
 class LabelledDataset:
     """Images with a class number. The prompts are made from `class_names` and `templates`."""
 
-    def __init__(self, images: TarShards | _ImageFolder, class_names: list[str], templates: list[str]) -> None:
+    def __init__(
+        self,
+        images: TarShards | _ImageFolder,
+        class_names: list[str],
+        templates: list[str],
+        facts: int | None = None,
+    ) -> None:
+        """facts: as for `open_labelled`."""
         self._images = images
+        self.has_several_labels = facts == 0
+        """Whether an image may have several classes, which `facts` returns. `read` then returns class 0."""
+        self._fact_count = len(class_names) if facts == 0 else facts
         self.account = images.account
         self.class_names = class_names
         self.templates = templates
@@ -53,6 +67,9 @@ class LabelledDataset:
         """Return the undecoded image, with the class number as its caption. Raises BadSample."""
         raw = self._images.read(sample_id)
         label = raw.caption.strip()
+        if self._fact_count is not None:
+            label = "0" if self.has_several_labels else (raw.alternatives or (label,))[0].strip()
+            self.facts(sample_id)
         is_number = label.isascii() and label.isdigit() and len(label) < 20  # int() refuses thousands of digits
         if not (is_number and int(label) < len(self.class_names)):
             raise BadSample(
@@ -60,9 +77,36 @@ class LabelledDataset:
             )
         return RawSample(raw.image, label, raw.key)
 
+    def facts(self, sample_id: int) -> list[int]:
+        """Return the numbers in the `.npy` file of an image: its groups or, with several labels, 0 or 1 per class.
+
+        Raises BadSample.
+        """
+        assert isinstance(self._images, TarShards), "open_labelled(facts=...) opens a dataset with facts"
+        texts = self._images.captions(sample_id).texts
+        words = texts[-1].split() if len(texts) == (1 if self.has_several_labels else 2) else []
+        numbers = [int(float(word)) for word in words if abs(float(word)) < 2**53]
+        if len(words) != self._fact_count or len(numbers) < len(words):
+            name = f"sample {sample_id} of {self.shard_name(sample_id)}"
+            raise BadSample("wrong .npy", f"{name}: {len(words)} numbers, expected {self._fact_count}")
+        return numbers
+
     def shard_name(self, sample_id: int) -> str:
         """Return the path of the shard or folder that holds a sample, for messages."""
         return self._images.shard_name(sample_id)
+
+
+class _NumberKeys(CaptionKeys):
+    """Reads the numbers of a `.npy` file as a text of decimal numbers."""
+
+    def decode(self, content: bytes, extension: str, key: str) -> tuple[str, ...]:
+        if extension != "npy":
+            return super().decode(content, extension, key)
+        try:
+            numbers = np.asarray(np.load(io.BytesIO(content), allow_pickle=False), dtype=np.float64)
+        except Exception as error:  # a hostile file may cause any exception of NumPy's parser
+            raise BadSample("wrong .npy", f"{key}: {first_line(error)}") from error
+        return (" ".join(f"{number:.17g}" for number in numbers.ravel().tolist()),)
 
 
 class _ImageFolder:
@@ -113,11 +157,16 @@ class _ImageFolder:
         return os.path.dirname(self._files[row][0])
 
 
-def open_labelled(path: str | Path, *, max_bad_fraction: float | None = None) -> LabelledDataset:
+def open_labelled(
+    path: str | Path, *, max_bad_fraction: float | None = None, split: str | None = None, facts: int | None = None
+) -> LabelledDataset:
     """Open a labelled dataset, and log how many files or members are in samples, and which are left out.
 
-    max_bad_fraction: as in `open_pairs`. Raises DataError if the layout of the folder is neither of the two, if it is
-    unreadable, or if too many images are left out.
+    max_bad_fraction: as in `open_pairs`. split: "test" or "train", to read that folder of a set with both. facts: count
+    of the numbers in the `.npy` file of each sample of tar shards, which `LabelledDataset.facts` returns; 0: one number
+    per class, for images with several labels. Default: these files are only labels, of samples without a `.cls` file.
+    Raises DataError if the layout of the folder is neither of the two, if it is unreadable, or if too many images are
+    left out.
     """
     folder = Path(path).expanduser()
     shards: list[RemoteFile] | None = None
@@ -129,7 +178,7 @@ def open_labelled(path: str | Path, *, max_bad_fraction: float | None = None) ->
     try:
         if is_remote(path):
             folder, shards = _copied_texts(str(path))
-        dataset = _open_folder(folder, shards)
+        dataset = _open_folder(folder, split_shards(folder, split) if shards is None else shards, split, facts)
     except OSError as error:
         raise DataError(f"cannot read zero-shot data {public(str(path))!r}: {os_reason(error)}") from error
     _warn_of_equal_names(folder, dataset.class_names)
@@ -171,11 +220,27 @@ def _copied_texts(url: str) -> tuple[Path, list[RemoteFile]]:
     return folder, sorted(shards, key=lambda shard: _by_number(Path(shard.name)))
 
 
-def _open_folder(folder: Path, shards: Sequence[Path] | Sequence[RemoteFile] | None) -> LabelledDataset:
-    """shards: the tar shards, if they are remote."""
-    if shards is None:
-        shards = sorted(folder.glob("[!.]*.tar"), key=_by_number)
-        shards = shards or sorted(folder.glob("test/[!.]*.tar"), key=_by_number)
+def split_shards(folder: Path, split: str | None = None) -> list[Path]:
+    """Return the tar shards in a folder in CLIP_benchmark's layout, or in its folder test or train.
+
+    Raises DataError if nshards.txt specifies another number of shards.
+    """
+    places = [folder / split] if split == "train" else [folder, folder / "test"]
+    for place in places:
+        counts = _lines(place / SHARD_COUNT_FILE)
+        if shards := sorted(place.glob("[!.]*.tar"), key=_by_number):
+            if counts and counts[0] != str(len(shards)):
+                raise DataError(
+                    f"{place / SHARD_COUNT_FILE} specifies {counts[0][:20]!r} shards, found {len(shards)}; download "
+                    "the missing ones"
+                )
+            return shards
+    return []
+
+
+def _open_folder(
+    folder: Path, shards: Sequence[Path] | Sequence[RemoteFile], split: str | None, facts: int | None
+) -> LabelledDataset:
     templates = list(filter(None, _lines(folder / TEMPLATES_FILE))) or DEFAULT_TEMPLATES
     wrong = [template for template in templates if "{c}" not in template]
     if wrong:
@@ -184,12 +249,19 @@ def _open_folder(folder: Path, shards: Sequence[Path] | Sequence[RemoteFile] | N
         )
     names = _lines(folder / CLASS_NAMES_FILE)
     if shards:
-        return LabelledDataset(
-            TarShards(shards, caption_keys=[CaptionKeys(("cls",), flag="")]), _names_of_labels(folder, names), templates
-        )
-    names, images = list(filter(None, names)), _ImageFolder(folder)
-    if problem := _reason_to_refuse(folder, images, names):
-        raise DataError(f"zero-shot data {folder}: {problem}")
+        names = _names_of_labels(folder, names)
+        labels, numbers = (_NumberKeys(ends, flag="", key=WeightedKey(ends[0])) for ends in (("cls", "npy"), ("npy",)))
+        keys = {None: [labels], 0: [numbers]}.get(facts, [labels, numbers])
+        return LabelledDataset(TarShards(shards, caption_keys=keys), names, templates, facts)
+    if facts is not None:
+        raise DataError(f"zero-shot data {folder}: this task requires tar shards with .npy files")
+    place = folder
+    if split is not None and {entry.name.lower() for entry in folder.iterdir() if entry.is_dir()} <= _SPLITS:
+        names_of_split = ("test", "val", "validation") if split == "test" else (split,)
+        place = next((folder / name for name in names_of_split if (folder / name).is_dir()), folder)
+    names, images = list(filter(None, names)), _ImageFolder(place)
+    if problem := _reason_to_refuse(place, images, names):
+        raise DataError(f"zero-shot data {place}: {problem}")
     if names:
         first = [f"{name!r} for {place!r}" for name, place in zip(names[:3], images.classes, strict=False)]
         order = f"sorted by {'number' if images.is_by_number else 'name'}: {', '.join(first)}, ..."

@@ -9,7 +9,7 @@ from megaclip.evaluation.datasets import evaluate_datasets
 from megaclip.evaluation.encoder import Encode, ModelEncoder
 from megaclip.evaluation.pictures import example_pictures
 from megaclip.evaluation.retrieval import RetrievalExamples, retrieval, retrieval_examples
-from megaclip.evaluation.suite import Evaluation, ZeroShotTask, evaluate
+from megaclip.evaluation.scores import Evaluation, ZeroShotTask, evaluate
 from megaclip.evaluation.zero_shot import class_weights, zero_shot
 
 __all__ = [

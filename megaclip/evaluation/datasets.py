@@ -1,4 +1,4 @@
-"""Evaluate opened datasets: a loader reads this rank's share of each, and `suite.evaluate` computes the metrics.
+"""Evaluate opened datasets: a loader reads this rank's share of each, and `scores.evaluate` computes the metrics.
 
 Training runs and `megaclip evaluate` both use it.
 """
@@ -11,7 +11,7 @@ from megaclip.comm.collectives import sum_counts
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.data import EvaluationLoader, ImageTransform, LabelledDataset, PairDataset, Tokenizer
 from megaclip.evaluation.encoder import Encode
-from megaclip.evaluation.suite import Evaluation, ZeroShotTask, evaluate
+from megaclip.evaluation.scores import Evaluation, ZeroShotTask, evaluate
 
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 """Function of (batches, name of the evaluation) that returns the same batches and shows the progress over them."""

@@ -4,14 +4,16 @@ Under ZeRO-3 a forward pass is a collective operation, because it gathers parame
 one. All of this package follows that rule: a rank with less data than the others encodes padding.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.functional import normalize
 
-from megaclip.comm.collectives import raise_on_all_ranks
+from megaclip.comm.collectives import gather_rows, raise_on_all_ranks
+from megaclip.comm.groups import group_rank, group_size
+from megaclip.data.batch import PADDING_ID
 
 T = TypeVar("T")
 
@@ -64,6 +66,54 @@ class ModelEncoder:
             tokens = tokens.to(self._device, non_blocking=True)
         image_features, text_features, *_ = self._model(images, tokens)
         return _unit(image_features), _unit(text_features)
+
+
+def encode_texts(
+    encode: Encode,
+    texts: Sequence[str],
+    tokenizer: Callable[[list[str]], torch.Tensor],
+    *,
+    group: Any = None,
+    batch_size: int,
+    each: int = 1,
+) -> torch.Tensor:
+    """Return the features (n / each, D) float32 of n texts, of unit length, on every rank.
+
+    Every rank must call it. It encodes a part of the texts, and calls `encode` as often as the other ranks.
+
+    batch_size: number of texts that a rank encodes at once. each: number of consecutive texts whose mean is one row.
+    """
+    count = len(texts) // each
+    per_rank = -(-count // group_size(group))
+    # Ranks without rows of their own encode the last row again, because no rank may skip a call. The last line removes
+    # those rows.
+    mine = [min(group_rank(group) * per_rank + row, count - 1) for row in range(per_rank)]
+    own = [text for row in mine for text in texts[row * each : (row + 1) * each]]
+    features = []
+    for start in range(0, len(own), batch_size):
+        _, text_features = encode(tokens=tokenizer(own[start : start + batch_size]))
+        assert text_features is not None, "encode(tokens=...) returns text features"
+        features.append(normalize(text_features.float(), dim=-1))
+    means = torch.cat(features).unflatten(0, (per_rank, each)).mean(dim=1)
+    return gather_rows(normalize(means, dim=-1), group=group)[:count]
+
+
+def encode_images(encode: Encode, batches: Iterable[Any], *, group: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the features (n, D) float32 of the images of all ranks, and [id, label] (n, 2) int64, sorted by id.
+
+    Every rank must call it, and has all rows. batches: as for `zero_shot.zero_shot`. Padding rows are left out.
+    """
+    features, facts = [], []
+    for batch in in_step(batches, group=group):
+        image_features, _ = encode(images=batch.images)
+        assert image_features is not None, "encode(images=...) returns image features"
+        features.append(image_features)
+        facts.append(torch.stack([batch.ids, batch.labels], dim=1).to(image_features.device))
+    all_features = gather_rows(torch.cat(features), group=group)
+    all_facts = gather_rows(torch.cat(facts), group=group)
+    order = all_facts[:, 0].argsort()
+    order = order[all_facts[order, 0] != PADDING_ID]
+    return all_features[order], all_facts[order]
 
 
 def in_step(batches: Iterable[T], *, group: Any = None) -> Iterator[T]:

@@ -2,22 +2,22 @@
 
 The embedding of a class is the mean of the unit text features of its prompts ("a photo of a {c}", ...), scaled to unit
 length (Radford et al. 2021, section 3.1.4). Each rank encodes the prompts of a part of the classes, and the class
-embeddings (C, D) are gathered. Then every rank classifies its own images. Ties count against the model (`ranking`).
-With five classes or fewer, top-5 accuracy is always 1.
+embeddings (C, D) are gathered. Then every rank classifies its own images, and the results are gathered. Ties count
+against the model (`ranking`). With five classes or fewer, top-5 accuracy is always 1.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from torch.nn.functional import normalize
 
-from megaclip.comm.collectives import gather_rows, sum_over_ranks
-from megaclip.comm.groups import group_rank, group_size
+from megaclip.comm.collectives import gather_rows
 from megaclip.data.batch import PADDING_ID
 from megaclip.errors import DataError
-from megaclip.evaluation.encoder import Encode, in_step
-from megaclip.evaluation.ranking import ahead, similarity_tiles, tile_side
+from megaclip.evaluation.encoder import Encode, encode_texts, in_step
+from megaclip.evaluation.ranking import TIE_TOLERANCE, ahead, nan_is_worst, similarity_tiles, tile_side
 
 TOP = (1, 5)
 CLASS_PLACE = "{c}"
@@ -50,19 +50,52 @@ def zero_shot(
         DataError: class names, templates or labels are not valid.
     """
     weights = class_weights(encode, class_names, templates, tokenizer, group=group, prompt_batch_size=prompt_batch_size)
-    totals = torch.zeros(len(TOP) + 2, dtype=torch.int64, device=weights.device)
+    ranks = classify(encode, batches, weights, group=group, tile_budget_mib=tile_budget_mib).ranks
+    return {f"zero_shot_top{k}": np.count_nonzero(ranks < k) / len(ranks) for k in TOP}
+
+
+@dataclass(frozen=True)
+class Classified:
+    """The n images of all ranks, sorted by their ids; equal on every rank."""
+
+    ids: np.ndarray
+    """Id of each image, (n,) int64."""
+    labels: np.ndarray
+    """Number of the class of each image, (n,) int64."""
+    ranks: np.ndarray
+    """Number of wrong classes that rank ahead of the image's own, (n,) int64."""
+    predictions: np.ndarray
+    """Class that the model selects, (n,) int64. A tie selects a wrong class, the one with the smallest number."""
+
+
+def classify(
+    encode: Encode,
+    batches: Iterable[Any],
+    weights: torch.Tensor,
+    *,
+    group: Any = None,
+    tile_budget_mib: float = 128,
+) -> Classified:
+    """Classify the images of all ranks. Every rank must call it.
+
+    weights: class embeddings (C, D) of `class_weights`. The other arguments and the errors are those of `zero_shot`.
+    """
+    found = [torch.empty(0, 4, dtype=torch.int64, device=weights.device)]
     for batch in in_step(batches, group=group):
         features, _ = encode(images=batch.images)
         assert features is not None, "encode(images=...) returns image features"
-        kept = (batch.ids != PADDING_ID).to(weights.device)
-        totals += _count_hits(features[kept], batch.labels.to(weights.device)[kept], weights, tile_budget_mib)
-    *hits, images, bad_labels = sum_over_ranks(totals, group=group).tolist()
-    if bad_labels:
-        count = len(class_names)
+        labels, ids = batch.labels.to(weights.device), batch.ids.to(weights.device)
+        valid = (labels >= 0) & (labels < len(weights))
+        ranks, predictions = _classify(features, labels.where(valid, 0), weights, tile_budget_mib)
+        found.append(torch.stack([ids, labels.where(valid, PADDING_ID), ranks, predictions], dim=1))
+    rows = gather_rows(torch.cat(found), group=group).cpu().numpy()
+    rows = rows[rows[:, 0] != PADDING_ID]
+    if bad_labels := np.count_nonzero(rows[:, 1] == PADDING_ID):
+        count = len(weights)
         raise DataError(f"labels of {count} classes must be from 0 to {count - 1}, got {bad_labels} others")
-    if not images:
+    if not len(rows):
         raise DataError("zero-shot classification requires at least one image, got only padding rows; check the data")
-    return {f"zero_shot_top{k}": hit / images for k, hit in zip(TOP, hits, strict=True)}
+    return Classified(*rows[rows[:, 0].argsort()].T)
 
 
 def class_weights(
@@ -79,19 +112,8 @@ def class_weights(
     Every rank must call it; it calls `encode` equally often on every rank. The arguments are those of `zero_shot`.
     """
     _check_prompts(class_names, templates)
-    per_rank = -(-len(class_names) // group_size(group))
-    # Ranks without classes of their own encode the last class again, because no rank may skip a call. The last line
-    # removes those rows.
-    first = group_rank(group) * per_rank
-    mine = [min(first + row, len(class_names) - 1) for row in range(per_rank)]
-    prompts = [template.replace(CLASS_PLACE, class_names[index]) for index in mine for template in templates]
-    features = []
-    for start in range(0, len(prompts), prompt_batch_size):
-        _, text_features = encode(tokens=tokenizer(prompts[start : start + prompt_batch_size]))
-        assert text_features is not None, "encode(tokens=...) returns text features"
-        features.append(normalize(text_features.float(), dim=-1))
-    means = torch.cat(features).unflatten(0, (per_rank, len(templates))).mean(dim=1)
-    return gather_rows(normalize(means, dim=-1), group=group)[: len(class_names)]
+    prompts = [template.replace(CLASS_PLACE, name) for name in class_names for template in templates]
+    return encode_texts(encode, prompts, tokenizer, group=group, batch_size=prompt_batch_size, each=len(templates))
 
 
 def _check_prompts(class_names: Sequence[str], templates: Sequence[str]) -> None:
@@ -104,19 +126,24 @@ def _check_prompts(class_names: Sequence[str], templates: Sequence[str]) -> None
             raise DataError(f"every template requires '{CLASS_PLACE}' at the place of the class name, got {template!r}")
 
 
-def _count_hits(
+def _classify(
     features: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, tile_budget_mib: float
-) -> torch.Tensor:
-    """Count [hits at 1, hits at 5, images, bad labels] (4,) int64 of features (b, D), labels (b,), weights (C, D)."""
-    valid = (labels >= 0) & (labels < len(weights))
-    features, good_labels = features[valid], labels[valid]
-    right = (features.double() * weights[good_labels].double()).sum(dim=1)
-    ranks = torch.zeros_like(good_labels)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ranks and predictions (b,) int64, as in `Classified`, of features (b, D), labels (b,), weights (C, D)."""
+    right = (features.double() * weights[labels].double()).sum(dim=1)
+    ranks, wrong_class = torch.zeros_like(labels), (labels == 0).long()  # without a comparison that is true
+    highest = torch.full_like(right, -torch.inf)
     side = tile_side(weights.shape[1], tile_budget_mib)
     for first in range(0, len(weights), side):
         classes = torch.arange(first, min(first + side, len(weights)), device=weights.device)
         for rows, similarities in similarity_tiles(features, weights[classes], side):
-            wrong = good_labels[rows, None] != classes
+            wrong = labels[rows, None] != classes
             ranks[rows] += ahead(similarities, right[rows, None], wrong).sum(dim=1)
-    hits = [(ranks < k).sum() for k in TOP]
-    return torch.stack([*hits, ranks.new_tensor(len(labels)), (~valid).sum()])
+            similarities = nan_is_worst(similarities).masked_fill(~wrong, -torch.inf)
+            best = similarities.amax(dim=1)
+            # The first of tied classes, so that rounding errors select none.
+            place = (similarities > best[:, None] - TIE_TOLERANCE).int().argmax(dim=1)
+            is_better = best > highest[rows] + TIE_TOLERANCE
+            wrong_class[rows] = torch.where(is_better, classes[place], wrong_class[rows])
+            highest[rows] = torch.where(is_better, best, highest[rows])
+    return ranks, torch.where(ranks == 0, labels, wrong_class)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megaclip.data.batch import EvaluationBatch
-from megaclip.evaluation import evaluate, suite
+from megaclip.evaluation import evaluate, scores
 from megaclip.losses.costs import Sizes
 from megaclip.planner import Workload, describe, phases, plan_memory, plan_time
 from megaclip.planner.losses import megaclip_loss_bytes
@@ -153,7 +153,7 @@ def test_retrieval_takes_the_planned_bytes(tmp_path: Path, monkeypatch: pytest.M
         EvaluationBatch(*torch.zeros(2, rows, 1), ids, ids, torch.arange(rows), torch.ones_like(ids))
         for ids in torch.arange(pairs).split(rows)
     )
-    monkeypatch.setattr(suite, "retrieval", partial(suite.retrieval, tile_budget_mib=2))
+    monkeypatch.setattr(scores, "retrieval", partial(scores.retrieval, tile_budget_mib=2))
     with _PeakBytes() as measured:
         evaluate(encode, tokenizer=list, pairs=batches)
     job = replace(workload(tmp_path, ranks=1), evaluation=EvaluationSets(rows, pairs))

@@ -1,0 +1,184 @@
+"""`megaclip evaluate --suite` on one process: resume, broken sets, the table. distributed: scores of all kinds."""
+
+import json
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megaclip.commands import evaluate_suite as command
+from megaclip.data import ImageTransform
+from megaclip.errors import REFUSED_EXIT_CODE, ConfigError, DataError
+from tests.suite_sets import COUNT, image, npy, write_classes, write_suite
+
+WORDS = torch.from_numpy(np.random.default_rng(0).normal(size=(5000, 12))).float()
+
+
+def encode(images: torch.Tensor | None = None, tokens: torch.Tensor | None = None) -> tuple[Any, Any]:
+    """Return the means of the rows of pixels, and a random feature for each text."""
+    found = None if images is None else images.float().mean(dim=1).flatten(1)[:, ::5][:, :12] - 128
+    return found, None if tokens is None else WORDS[tokens[:, 0]]
+
+
+def tokenizer(texts: list[str]) -> torch.Tensor:
+    return torch.tensor([[sum(text.encode()) % 5000] for text in texts])
+
+
+def run(suite: Path, results: Path | None = None, model: str = "model", markdown: bool = False) -> None:
+    arguments = Namespace(suite=suite, json=results, batch_size=4, workers=0, markdown=markdown, probe=False)
+    loaded = SimpleNamespace(transform=ImageTransform(8), tokenizer=tokenizer)
+    command.evaluate_suite(arguments, loaded, model, encode)  # type: ignore[arg-type]
+
+
+def lines_of(results: Path) -> dict[str, dict[str, Any]]:
+    return {line["key"]: line for line in map(json.loads, results.read_text().splitlines())}
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    """Three sets of labelled images."""
+    write_suite(tmp_path / "all")
+    for name in ("wds_cars_test", "own_numbers", "wds_geode_test"):
+        shutil.move(tmp_path / "all" / name, tmp_path / "suite" / name)
+    return tmp_path / "suite"
+
+
+@pytest.fixture
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Keys of the tasks that were opened."""
+    keys: list[str] = []
+    open_task = command.open_task
+    monkeypatch.setattr(command, "open_task", lambda task: (keys.append(task.key), open_task(task))[1])
+    return keys
+
+
+def test_only_tasks_whose_data_or_model_has_changed_are_evaluated_again(
+    suite: Path, tmp_path: Path, evaluated: list[str]
+) -> None:
+    results = tmp_path / "results.jsonl"
+    run(suite, results)
+    whole = results.read_text()
+    assert sorted(lines_of(results)) == sorted(evaluated) == ["cars", "fairness/geode", "own_numbers"]
+    evaluated.clear()
+    run(suite, results)
+    assert evaluated == [] and results.read_text() == whole
+    results.write_text(whole.splitlines()[0] + "\n")  # an interrupted run
+    run(suite, results)
+    assert evaluated == ["fairness/geode", "own_numbers"] and results.read_text() == whole
+    evaluated.clear()
+    write_classes(suite / "own_numbers", [{"png": image(row), "npy": npy(1)} for row in range(COUNT)])  # as many bytes
+    run(suite, results)
+    assert evaluated == ["own_numbers"] and lines_of(results)["own_numbers"] != json.loads(whole.splitlines()[2])
+    evaluated.clear()
+    run(suite, results, model="another model")
+    assert len(evaluated) == 3
+    assert {line["checksum"] for line in lines_of(results).values()}.isdisjoint(
+        json.loads(line)["checksum"] for line in whole.splitlines()
+    )
+
+
+def test_results_are_as_datacomp_writes_and_reads_them(suite: Path, tmp_path: Path) -> None:
+    """The keys that its aggregation reads, with numbers or null."""
+    run(suite, tmp_path / "results.jsonl")
+    line = lines_of(tmp_path / "results.jsonl")["cars"]
+    assert line["dataset"] == "Stanford Cars" and line["samples"] == COUNT
+    assert {"acc1", "acc5", "mean_per_class_recall", "main_metric"} <= line["metrics"].keys()
+    assert line["metrics"]["main_metric"] == line["metrics"]["acc1"]
+
+
+def test_the_table_lists_every_task_and_what_is_missing(
+    suite: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_classes(suite / "wds_fairface_test", [])
+    run(suite, markdown=True)
+    table = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
+    assert [row[:2] for row in rows if "-" not in row[0]] == [
+        ["task", "metric"],
+        ["Stanford Cars", "acc1"],
+        ["GeoDE", "acc_wg"],
+        ["own_numbers", "acc1"],
+        ["average", "3 tasks"],
+        ["average of DataComp", "2 tasks"],
+    ]
+    assert len({len(line) for line in table.splitlines() if line[:1] == "|"}) == 1
+    assert "not evaluated: fairness/fairface: DataComp has no main metric for it" in table
+    assert "not in the folder: 36 of DataComp's 38 tasks: vtab/caltech101, " in table
+
+
+BROKEN = {
+    "no data": ({}, "no data found; expected *.tar, test/*.tar or one folder of images per class"),
+    "missing shards": ({"test/0.tar": b"", "test/nshards.txt": b"3"}, "specifies '3' shards, found 1; download the"),
+    "unknown type": ({"dataset_type.txt": b"video"}, "is 'video'; expected classification, multilabel or retrieval"),
+    "bytes as type": ({"dataset_type.txt": b"\xff"}, "cannot read"),
+    "no captions": ({"test/0.tar": b"", "dataset_type.txt": b"retrieval"}, "no samples in 1 tar shards"),
+    "not JSON": ({"examples.jsonl": b"{", "images/0.png": b""}, "examples.jsonl, item 1: "),
+    "nested JSON": ({"add_att.json": b"[" * 10**6, "val2017/0.png": b""}, "add_att.json, item 1: "),
+    "list": ({"add_att.json": b"[1, 2]", "val2017/0.png": b""}, "add_att.json, item 1: "),
+    "no field": ({"examples.jsonl": b'{"image_0": "0"}', "images/0.png": b""}, "item 1: no 'image_1'"),
+    "no image": (
+        {"swap_obj.json": b'{"0": {"filename": "a", "caption": "b", "negative_caption": "c"}}', "val2017/0.png": b""},
+        "the images of all 1 items are missing or unreadable",
+    ),
+    "path": (
+        {"swap_obj.json": b'{"0": {"filename": "../a", "caption": "b", "negative_caption": "c"}}', "val2017/0": b""},
+        "the image '../a' is not a name of a file",
+    ),
+    "no folder": ({"captions.jsonl": b"{}"}, "has 0 folders; expected one folder, images, with the images"),
+    "no candidates": (
+        {"winogavil_dataset.csv": b'candidates,cue,associations\n"[""a""]",c,"[""b""]"', "images/a.png": b""},
+        "the associations ['b'] are not among the candidates ['a']",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_set_is_one_line_and_not_fatal(
+    suite: Path, name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    files, message = BROKEN[name]
+    (suite / "broken").mkdir()
+    for path, content in files.items():
+        (suite / "broken" / path).parent.mkdir(exist_ok=True)
+        (suite / "broken" / path).write_bytes(content)
+    with pytest.raises(DataError, match=r"^1 of 4 tasks were not evaluated: ") as exit_info:
+        run(suite, tmp_path / "results.jsonl")
+    assert exit_info.value.exit_code == REFUSED_EXIT_CODE
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not evaluated: ")]
+    assert message in line and len(line) < 700
+    assert len(lines_of(tmp_path / "results.jsonl")) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [(b"", "wrong .npy"), (npy([1]), "wrong .npy"), (npy(["a"] * 2), "wrong .npy"), (npy([1, np.nan]), "wrong .npy")],
+)
+def test_bad_group_labels_are_left_out_and_counted(content: bytes, kind: str, tmp_path: Path) -> None:
+    samples = [{"png": image(row), "cls": b"1", "npy": content if row == 5 else npy([row % 2, 3])} for row in range(9)]
+    write_classes(tmp_path / "suite" / "wds_geode_test", samples)
+    run(tmp_path / "suite", tmp_path / "results.jsonl")
+    line = lines_of(tmp_path / "results.jsonl")["fairness/geode"]
+    assert line["bad_samples"] == {kind: 1} and line["samples"] == 8
+    assert line["metrics"]["count_region:0"] + line["metrics"]["count_region:1"] == 8
+
+
+def test_sets_with_the_same_key_are_refused(suite: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(suite / "wds_cars_test", suite / "cars")
+    with pytest.raises(DataError, match="tasks were not evaluated: cars"):
+        run(suite)
+    assert "several folders are cars; keep one of them in the suite" in capsys.readouterr().out
+
+
+def test_another_file_is_not_overwritten(suite: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is not a results file of --suite; choose another path"):
+        run(suite, tmp_path / "notes.json")
+    with pytest.raises(DataError, match="has no sub-folders; expected one per task"):
+        run(suite / "wds_cars_test" / "test")
+    with pytest.raises(DataError, match="cannot read the suite"):
+        run(suite / "nowhere")
