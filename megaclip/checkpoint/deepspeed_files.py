@@ -159,7 +159,7 @@ def save_with(files: CheckedFiles, engine: DeepSpeedEngine, folder: Path, tag: s
     own = engine.checkpoint_engine
     engine.checkpoint_engine = files
     try:
-        engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+        engine.save_checkpoint(str(folder), tag=tag, save_latest=False, exclude_frozen_parameters=_has_adapters(engine))
     except OSError:  # run the collectives that it has skipped
         getattr(engine.optimizer, "checkpoint_event_epilogue", lambda: None)()
         dist.barrier()
@@ -174,8 +174,15 @@ def load_with(files: CheckedFiles, engine: DeepSpeedEngine, folder: Path, tag: s
     # DeepSpeed searches the files with a glob pattern: a run's name may contain "[", "*" or "?".
     search = partial(type(engine)._get_all_ckpt_names, engine)
     engine._get_all_ckpt_names = lambda folder, tag: search(glob.escape(folder), tag)
-    loaded, _ = engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
+    loaded, _ = engine.load_checkpoint(
+        str(folder), tag=tag, load_module_strict=not _has_adapters(engine), load_lr_scheduler_states=False
+    )
     return loaded is not None
+
+
+def _has_adapters(engine: DeepSpeedEngine) -> bool:
+    """Return whether checkpoints hold the trained parameters only: --pretrained has the weights below adapters."""
+    return getattr(engine.module, "base_sha256", None) is not None
 
 
 @contextmanager

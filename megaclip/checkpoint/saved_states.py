@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from megaclip.checkpoint.adapters import lora_state, merged_weights
 from megaclip.checkpoint.deepspeed_files import loading, read_file
 from megaclip.checkpoint.search import LOCKED_WEIGHTS, MODEL_CARD
 from megaclip.checkpoint.weight_files import read_tensors
@@ -210,7 +211,7 @@ class SavedStates:
             self._add(name, WORKING, tensor_rank, part.view(-1)[:numel])
 
 
-def consolidated_weights(folder: Path, tag: str, *, ema: bool = False) -> StateDict:
+def consolidated_weights(folder: Path, tag: str, *, ema: bool = False, merges: bool = True) -> StateDict:
     """Return MegaCLIP's state dict of a checkpoint, parameters in float32, on the CPU.
 
     With ZeRO the weights are the float32 masters. Without ZeRO they are the weights of the forward pass, which are
@@ -222,6 +223,7 @@ def consolidated_weights(folder: Path, tag: str, *, ema: bool = False) -> StateD
         folder: RUN/checkpoints.
         tag: name of the checkpoint, such as "step_00000100", which is whole.
         ema: return the moving averages of the weights. Buffers (running statistics) are those of the last step.
+        merges: merge adapters (`megaclip.lora`) with the weights below them; otherwise return the adapters alone.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or has no moving averages.
@@ -235,7 +237,8 @@ def consolidated_weights(folder: Path, tag: str, *, ema: bool = False) -> StateD
                 "set; leave out --ema"
             )
         weights = {name: saved.whole(name, ema=ema) for name in saved.shapes}
-        return weights | {name: buffer.clone() for name, buffer in saved.buffers.items()}
+        weights |= {name: buffer.clone() for name, buffer in saved.buffers.items()}
+    return merged_weights(step, weights) if merges and lora_state(step) is not None else weights
 
 
 def _read_elements(pieces: list[torch.Tensor], start: int, out: torch.Tensor) -> None:

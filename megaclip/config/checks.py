@@ -143,6 +143,7 @@ def check_ds_config(config: dict[str, Any]) -> DsConfig:
     _check_zero(parsed, values)
     _check_precision(parsed, values)
     _check_megaclip(parsed)
+    _check_lora(parsed)
     _check_tensor_parallel(parsed)
     _check_fastclip(parsed.megaclip)
     return parsed
@@ -329,6 +330,27 @@ def _setting_that_compiles(section: MegaclipSection) -> str | None:
     """Return the name of a setting that is true and requires torch.compile, or None."""
     settings = {"compile": section.compile, "selective_recompute": section.selective_recompute}
     return next((f"megaclip.{name}" for name, value in settings.items() if value is True), None)
+
+
+def _check_lora(config: DsConfig) -> None:
+    """Refuse settings that cannot be used with adapters."""
+    section = config.megaclip
+    if section.lora is None:
+        return
+    decays = [name for name in ("image_layer_decay", "text_layer_decay") if getattr(section, name) is not None]
+    if decays or section.tensor_parallel_size > 1:
+        name = decays[0] if decays else "tensor_parallel_size"
+        raise ConfigError(f"megaclip.{name} {getattr(section, name)} cannot be used with megaclip.lora; leave it out")
+    if section.lora.dora and (name := _setting_that_compiles(section)):
+        raise ConfigError(
+            f"{name} true cannot be used with megaclip.lora.dora: torch.compile does not trace peft's layers of DoRA; "
+            "leave one of them out"
+        )
+    if section.lora.dora and config.zero_optimization.stage == 3:
+        raise ConfigError(
+            "megaclip.lora.dora true cannot be used at zero_optimization.stage 3, which partitions the weights whose "
+            "rows DoRA measures; use stage 2 or less, which keeps the frozen weights on each rank"
+        )
 
 
 def _check_tensor_parallel(config: DsConfig) -> None:

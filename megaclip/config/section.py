@@ -5,10 +5,39 @@
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.losses.settings import FastClipSettings, LossSettings
+
+
+class LoraSettings(BaseModel):
+    """The section "lora": adapters of low rank, by peft, which are trained instead of the weights."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = Field(default=16, gt=0)
+    """Rank of the adapters: the number of rows of A and of columns of B."""
+
+    alpha: float = Field(default=16, gt=0)
+    """Scale of the adapters: the product B A is multiplied by alpha / rank."""
+
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability with which an element of an adapter's input is set to zero during training."""
+
+    targets: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """Names of the linear layers that get adapters, such as "q_proj" and "v_proj". A layer that a tower does not have
+    is refused with the list of its layers. Default: all linear layers in the blocks."""
+
+    towers: tuple[Literal["image", "text"], ...] = Field(default=("image", "text"), min_length=1)
+    """Towers that get adapters. The other tower is frozen as a whole."""
+
+    dora: bool = False
+    """Train the length of each row of a weight apart from its direction (DoRA, arXiv:2402.09353). Requires ZeRO stage 2
+    or less."""
+
+    rslora: bool = False
+    """Multiply B A by alpha / sqrt(rank) instead (rank-stabilised LoRA, arXiv:2312.03732)."""
 
 
 class MegaclipSection(LossSettings):
@@ -62,6 +91,11 @@ class MegaclipSection(LossSettings):
     themselves. `megaclip export --ema` and `megaclip evaluate --ema` read it. It takes 4 bytes per trained parameter,
     divided among ranks like the optimizer states. It excludes offload_optimizer with device "nvme". Default: no
     average."""
+
+    lora: LoraSettings | None = None
+    """Train adapters instead of the weights: the section "lora" (docs/fine_tuning.md). All other parameters are frozen,
+    except logit_scale and logit_bias. Requires --pretrained and `pip install 'megaclip[lora]'`, and excludes locks,
+    tensor parallelism and layer decay. Default: no adapters."""
 
     tensor_parallel_size: int = Field(default=1, gt=0)
     """Number of ranks that each layer of the towers is split over (docs/tensor_parallel.md): a divisor of the attention

@@ -166,6 +166,11 @@ def _check_settings(arguments: TrainArguments, section: MegaclipSection, model_c
         )
     if isinstance(model_config, OpenClipConfig):
         _check_open_clip_settings(arguments, section)
+    if section.lora is not None and arguments.pretrained is None:
+        raise ConfigError(
+            "megaclip.lora requires --pretrained: adapters change a trained model, and checkpoints refer to its "
+            "weights; set it, or leave out megaclip.lora"
+        )
     if section.is_global and "logit_scale_max" in arguments.model_fields_set:
         raise ConfigError(
             f"--logit-scale-max has no effect with megaclip.loss {section.loss!r}; set "

@@ -9,6 +9,7 @@ from typing import Any
 import deepspeed.comm as dist
 
 from megaclip.checkpoint import search, store
+from megaclip.checkpoint.adapters import BASE, LORA
 from megaclip.checkpoint.manifest import find_damage_on_all_ranks, summary
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.comm.groups import group_rank
@@ -30,19 +31,24 @@ logger = get_logger(__name__)
 
 _PARTITIONING = ("world_size", "tensor_parallel_size", "zero_stage", "precision", "zero_layout")
 """Keys of `describe_run` that decide how parameters and optimizer states are partitioned among ranks."""
+_BASE_FLAGS = {"whole": "pretrained", "image": "pretrained_image", "text": "pretrained_text"}
+"""Arguments of `pretrained_weights` and their flags."""
 
 
 def describe_run(
-    inputs: Inputs, arguments: TrainArguments, batch_layout: BatchLayout, total_steps: int
+    inputs: Inputs, arguments: TrainArguments, batch_layout: BatchLayout, total_steps: int, base_sha256: str | None
 ) -> dict[str, Any]:
     """Return the properties of a run that every checkpoint stores, in JSON types.
 
-    A resumed run must have the same properties, except those in `_PARTITIONING`, `image_decoder` and, in some cases,
-    `total_steps`.
+    A resumed run must have the same properties, except those in `_PARTITIONING`, `BASE`, `image_decoder` and, in some
+    cases, `total_steps`.
+
+    base_sha256: checksum of the weights to which adapters were added, or None.
     """
     model = inputs.saved_config
     towers = {TOWERS_KEY: "open_clip"} if isinstance(model, OpenClipConfig) else {}  # of other parameters' names
     zero = inputs.config.for_deepspeed.get("zero_optimization", {})
+    lora, base = inputs.config.megaclip.lora, {tower: getattr(arguments, flag) for tower, flag in _BASE_FLAGS.items()}
     return {
         "world_size": dist.get_world_size(),
         "tensor_parallel_size": inputs.config.megaclip.tensor_parallel_size,
@@ -53,6 +59,8 @@ def describe_run(
             "image": arguments.lock_image_unlocked_groups if arguments.lock_image else None,
             "text": arguments.lock_text_unlocked_layers if arguments.lock_text else None,
         },
+        LORA: None if lora is None else lora.model_dump() | {"base_sha256": base_sha256},
+        BASE: {tower: path and str(Path(path).resolve()) for tower, path in base.items()},
         "seed": arguments.seed,
         "shard_order": arguments.shard_order,
         "order_version": ORDER_VERSION,
@@ -219,7 +227,8 @@ def _check_same_run(state: dict[str, Any], identity: dict[str, Any]) -> None:
             "epoch of each dataset some samples may occur twice and others not at all"
         )
     state.setdefault("order_version", ORDER_VERSION)
-    if missing := sorted(identity.keys() - state.keys() - {"image_decoder"}):
+    state.setdefault(LORA, None)
+    if missing := sorted(identity.keys() - state.keys() - {"image_decoder", BASE}):
         raise CheckpointError(
             f"the checkpoint does not record {', '.join(missing)}, because an earlier version of MegaCLIP wrote it; "
             "export it with `megaclip export` and start from the export with --pretrained"
@@ -236,7 +245,7 @@ def _check_same_run(state: dict[str, Any], identity: dict[str, Any]) -> None:
             now,
         )
     for key, now in json.loads(json.dumps(identity)).items():
-        if key in ("data", "total_steps", "image_decoder", *_PARTITIONING) or (was := state[key]) == now:
+        if key in ("data", "total_steps", "image_decoder", BASE, *_PARTITIONING) or (was := state[key]) == now:
             continue
         if key == "global_batch":
             raise CheckpointError(
@@ -245,6 +254,11 @@ def _check_same_run(state: dict[str, Any], identity: dict[str, Any]) -> None:
                 f"{identity['world_size']} ranks"
             )
         name, was, now = next(differences(was, now, key), (key, was, now))
+        if name == f"{LORA}.base_sha256" and was and now:
+            raise CheckpointError(
+                f"the checkpoint's adapters were trained on weights with SHA-256 {was}, and those of --pretrained have "
+                f"{now}; give the weights that the run started from"
+            )
         raise CheckpointError(
             f"the checkpoint was written with {name} {was!r}, and this run has {now!r}; resume with the run's own "
             "settings, or start a new run from its weights with --pretrained"

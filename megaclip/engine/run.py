@@ -145,7 +145,8 @@ class Run:
                     wanted = self.arguments.resume or "auto"
                     source = self.checkpoints.folder if wanted == "auto" else locate(Path(wanted))[0]
                     resumed_from = source.parent
-                    names = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+                    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+                    names = frozen if model.base_sha256 is None else []  # --pretrained has those below adapters
                     step = source / tag_of(self.step)
                     locked = locked_weights(step, card, names, bf16=self.inputs.config.bf16)
                 write_model_folder(card, self.inputs, locked)

@@ -59,6 +59,9 @@ class DualEncoder(nn.Module, abc.ABC):
     locked_weights: dict[str, torch.Tensor]
     """Whole float32 values of the locked parameters as they were read, if the model holds them rounded to bfloat16. On
     the first rank, until the run has written them."""
+    base_sha256: str | None = None
+    """Checksum of the weights to which adapters were added (`megaclip.models.lora`); None: the model has no adapters.
+    Checkpoints of a model with adapters hold its trained parameters only."""
     compiles_whole_text_tower: bool = False
     """True if the text tower is compiled as a whole where the image tower is."""
     before_text: Callable[[], None] | None = None

@@ -49,6 +49,7 @@ def compile_estimate(workload: Workload, cluster: Cluster) -> CompileEstimate:
     if section.compile != "auto":
         return CompileEstimate(saved, startup, section.compile)
     possible = cluster.gpu_memory > 0 and section.tensor_parallel_size == 1 and section.layer_norm == "torch"
+    possible = possible and not (section.lora is not None and section.lora.dora)
     return CompileEstimate(saved, startup, possible and saved > startup)
 
 

@@ -28,10 +28,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from megaclip.comm.groups import RankGroup
+from megaclip.config.section import LoraSettings
 from megaclip.errors import ConfigError, first_line
 from megaclip.models import DualEncoder, ModelConfig, ModelDescription, layers, meta_model
 from megaclip.models.blocks import QuickGELU
 from megaclip.models.clip import ClipModel
+from megaclip.models.lora import add_adapters
 from megaclip.planner.constants import ATTENTION_CHANNELS, ATTENTION_TILE
 
 _FEW, _MANY = 512, 1024
@@ -86,6 +88,7 @@ def tower_costs(
     checkpointing: str = "",
     recomputes: bool = False,
     tensor_ranks: int = 1,
+    lora: LoraSettings | None = None,
 ) -> TowerCosts:
     """Return the costs of one of a rank's samples.
 
@@ -96,11 +99,12 @@ def tower_costs(
         checkpointing: activation checkpointing, "", "gpu" or "cpu" (the blocks' inputs are kept in host memory).
         recomputes: selective recomputation of a compiled tower. Without checkpointing it lowers the bytes.
         tensor_ranks: number of ranks that the blocks are split over.
+        lora: adapters, which are trained instead of the weights.
 
     Raises:
         ConfigError: the tower cannot encode its inputs, or not to `embed_dim` numbers.
     """
-    arguments = (type(model), model.model_dump_json(), name, compute_bytes, unlocked_groups, tensor_ranks)
+    arguments = (type(model), model.model_dump_json(), name, compute_bytes, unlocked_groups, tensor_ranks, lora)
     costs = _traced(*arguments, checkpoints=False)
     if checkpointing:
         with_checkpoints = _traced(*arguments, checkpoints=True)
@@ -128,12 +132,15 @@ def _traced(
     compute_bytes: int,
     unlocked_groups: int | None,
     tensor_ranks: int,
+    lora: LoraSettings | None,
     checkpoints: bool,
 ) -> TowerCosts:
     config = kind.model_validate_json(description)
     model = meta_model(config) if tensor_ranks == 1 else _one_rank_of(config, tensor_ranks)
     if unlocked_groups is not None:
         (model.lock_image_tower if name == "image" else model.lock_text_tower)(unlocked_groups)
+    if lora is not None:
+        add_adapters(model, **lora.model_dump())
     if compute_bytes == 2:
         for parameter in model.parameters():  # as DeepSpeed casts a model: buffers stay
             parameter.data = parameter.data.bfloat16()

@@ -16,12 +16,14 @@ import torch
 
 from megaclip.config import BatchLayout, MegaclipSection, TrainingConfig
 from megaclip.config.command_line import DEFAULT_WORKERS
+from megaclip.config.section import LoraSettings
 from megaclip.config.training import default_text_micro_batch
 from megaclip.errors import ConfigError
 from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.models import ModelConfig, ModelDescription, OpenClipConfig, meta_model
 from megaclip.models.compilation import compiles_whole_tower
 from megaclip.models.layers import check_split, split_dim
+from megaclip.models.lora import add_adapters
 from megaclip.planner.text_chunks import fitted, mean_positions, text_chunks_for
 from megaclip.step.layout import KeptGraphs, backward_passes, cuts_captions, encodes_together, kept_graphs
 from megaclip.zero.settings import DeepSpeedZeroConfig
@@ -32,6 +34,8 @@ class Parameters(NamedTuple):
 
     trainable: tuple[int, ...]
     frozen: tuple[int, ...]
+    has_adapters: bool = False
+    """True if the trained parameters are adapters, in all blocks."""
 
     @property
     def trained(self) -> int:
@@ -48,15 +52,17 @@ class Parameters(NamedTuple):
     @property
     def in_backward(self) -> int:
         """Number of elements that a backward pass uses: all, or in a partly locked tower the trained ones."""
-        return self.trained if self.frozen else self.total
+        return self.trained if self.frozen and not self.has_adapters else self.total
 
     def joined(self, other: "Parameters") -> "Parameters":
         """Return the parameters of both towers."""
-        return Parameters(self.trainable + other.trainable, self.frozen + other.frozen)
+        adapters = self.has_adapters or other.has_adapters
+        return Parameters(self.trainable + other.trainable, self.frozen + other.frozen, adapters)
 
     def above(self, threshold: int) -> "Parameters":
         """Return the parameters with more elements than `threshold`."""
-        return Parameters(*(tuple(size for size in sizes if size > threshold) for sizes in self))
+        large = (tuple(size for size in sizes if size > threshold) for sizes in (self.trainable, self.frozen))
+        return Parameters(*large, self.has_adapters)
 
 
 @dataclass(frozen=True)
@@ -146,6 +152,11 @@ class Workload:
         )
         locks = ("image", workload.image_unlocked), ("text", workload.text_unlocked)
         for (name, unlocked), parameters in zip(locks, workload.parameters, strict=True):
+            if unlocked is not None and config.megaclip.lora is not None:
+                raise ConfigError(
+                    f"--lock-{name} cannot be used with megaclip.lora, which freezes both towers and trains adapters in "
+                    "those of lora.towers; leave it out"
+                )
             if unlocked is not None and parameters.trained == parameters.total:
                 raise ConfigError(
                     f"--lock-{name} with {unlocked} unlocked groups trains every parameter of the {name} tower, so "
@@ -324,7 +335,12 @@ class Workload:
     def parameters(self) -> tuple[Parameters, Parameters]:
         """Sizes of the image tower's and the text tower's parameters on one rank, without the loss's scalars."""
         return tower_parameters(
-            type(self.model), self.model.model_dump_json(), self.image_unlocked, self.text_unlocked, self.tensor_ranks
+            type(self.model),
+            self.model.model_dump_json(),
+            self.image_unlocked,
+            self.text_unlocked,
+            self.tensor_ranks,
+            self.megaclip.lora,
         )
 
     @property
@@ -354,6 +370,7 @@ def tower_parameters(
     image_unlocked: int | None,
     text_unlocked: int | None,
     tensor_ranks: int,
+    lora: LoraSettings | None,
 ) -> tuple[Parameters, Parameters]:
     """Count both towers' parameters on one of the tensor-parallel ranks, on the model itself, built without values."""
     model = meta_model(kind.model_validate_json(model_json))
@@ -361,6 +378,8 @@ def tower_parameters(
         model.lock_image_tower(image_unlocked)
     if text_unlocked is not None:
         model.lock_text_tower(text_unlocked)
+    if lora is not None:
+        add_adapters(model, **lora.model_dump())
 
     def sizes(tower: torch.nn.Module, trainable: bool) -> tuple[int, ...]:
         return tuple(
@@ -369,7 +388,9 @@ def tower_parameters(
             if parameter.requires_grad == trainable
         )
 
-    image, text = (Parameters(sizes(tower, True), sizes(tower, False)) for tower in (model.visual, model.text))
+    image, text = (
+        Parameters(sizes(tower, True), sizes(tower, False), lora is not None) for tower in (model.visual, model.text)
+    )
     return image, text
 
 

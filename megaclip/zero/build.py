@@ -27,6 +27,7 @@ from megaclip.logging import get_logger
 from megaclip.models import DualEncoder, ModelConfig, ModelDescription, build_model
 from megaclip.models.compilation import compiles_whole_tower
 from megaclip.models.layers import require_apex, whole_shape
+from megaclip.models.lora import add_adapters, checksum_of
 from megaclip.models.weights import copy_weights
 from megaclip.ops.tiles import require_implementation
 from megaclip.zero.gathered_tower import trace_kinds_of_passes
@@ -70,7 +71,8 @@ def build_engine(
     torch.manual_seed(arguments.seed)
     parallel = parallel_groups(config.megaclip.tensor_parallel_size)
     batch_layout = config.batch_layout(dist.get_world_size())
-    model = _construct(config, model_config, parallel)
+    partition = _partition(config, parallel)
+    model = _construct(config, model_config, parallel, partition)
     if model.statistics(model.visual) and batch_layout.micro_batch == 1:
         raise ConfigError(
             "train_micro_batch_size_per_gpu 1 cannot be used with the batch norms of this image tower, which normalise "
@@ -89,6 +91,13 @@ def build_engine(
     if arguments.lock_text:
         model.lock_text_tower(arguments.lock_text_unlocked_layers)
     locked = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    if (lora := config.megaclip.lora) is not None:
+        model.base_sha256 = checksum_of(pretrained)
+        torch.manual_seed(arguments.seed)
+        layers = add_adapters(model, **lora.model_dump())
+        if config.zero_stage == 3:
+            partition(module=model)  # the adapters: the other parameters are partitioned already
+        logger.info("LoRA: adapters of rank %d at %d layers, from %s to %s", lora.rank, len(layers), layers[0], layers[-1])
     is_kept = config.bf16 and dist.get_rank() == 0
     model.locked_weights = {name: pretrained[name] for name in locked & pretrained.keys() if is_kept}
     if config.zero_stage == 3:
@@ -135,15 +144,21 @@ def _initialize(config: TrainingConfig, model: DualEncoder, parallel: Parallelis
     return engine
 
 
-def _construct(config: TrainingConfig, model_config: ModelDescription, parallel: Parallelism) -> DualEncoder:
-    """Return the model with its initial values, partitioned at ZeRO-3."""
-    partition = functools.partial(
+def _partition(config: TrainingConfig, parallel: Parallelism) -> Callable[..., Any]:
+    """Return `deepspeed.zero.Init` with the run's settings. It partitions parameters at ZeRO-3."""
+    return functools.partial(
         deepspeed.zero.Init,
         config_dict_or_path=config.for_deepspeed,
         enabled=config.zero_stage == 3,
         data_parallel_group=parallel.data.handle,
         mpu=parallel.mpu,
     )
+
+
+def _construct(
+    config: TrainingConfig, model_config: ModelDescription, parallel: Parallelism, partition: Callable[..., Any]
+) -> DualEncoder:
+    """Return the model with its initial values, partitioned at ZeRO-3."""
     from_the_start = isinstance(model_config, ModelConfig)
     with partition() if from_the_start else contextlib.nullcontext():
         model = build_model(

@@ -93,7 +93,7 @@ def _fill(engine: DeepSpeedEngine, groups: list[FlatGroup], saved: SavedStates) 
 def _fill_frozen(engine: DeepSpeedEngine, saved: SavedStates) -> None:
     """Copy the saved values into this rank's part of every frozen parameter."""
     for name, parameter in engine.module.named_parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad or engine.module.base_sha256 is not None:  # --pretrained has those below adapters
             continue
         if hasattr(parameter, "ds_tensor"):
             part, shape = parameter.ds_tensor, parameter.ds_shape

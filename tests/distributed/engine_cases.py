@@ -544,10 +544,11 @@ def whole_parameters(engine: DeepSpeedEngine) -> dict[str, np.ndarray]:
 
 
 def masters(engine: DeepSpeedEngine) -> dict[str, np.ndarray]:
-    """Return the float32 master of every parameter, gathered from all ranks."""
+    """Return the float32 master of every trained parameter, gathered from all ranks; at ZeRO-0 all parameters."""
     if engine.zero_optimization_stage() == 0:
         return whole_parameters(engine)
-    named, tensor = engine.module.named_parameters(), engine.module.tensor
+    tensor = engine.module.tensor
+    named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
     return {name: whole_value(name, safe_get_full_fp32_param(p).detach().clone(), tensor).numpy() for name, p in named}
 
 

@@ -1,0 +1,119 @@
+"""LoRA adapters of both towers, by peft: the layers that get them, their checkpoints' names, and merged weights.
+
+An adapter adds scale * B @ A to the weight of a linear layer (Hu et al., 2021, arXiv:2106.09685). peft replaces the
+layer by a module with the layer itself, `base_layer`, and the two matrices. So `x.weight` becomes
+`x.base_layer.weight`, beside `x.lora_A.default.weight` and `x.lora_B.default.weight`.
+
+`nn.MultiheadAttention`, in open_clip's modules, gets no adapters. It reads its weights without calling its layers, so
+peft adds the product to the weight before each forward pass, and subtracts it afterwards. The sums round, and the pass
+that activation checkpointing repeats and ZeRO-3's partitions do not fit to it. MegaCLIP's own towers and timm's trunks
+have linear layers.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megaclip.errors import ConfigError
+from megaclip.models.dual_encoder import TOWER_PREFIXES, DualEncoder
+from megaclip.models.open_clip_keys import SCALARS, StateDict
+from megaclip.open_clip_package import import_torchvision
+
+ADAPTER = ".default."
+"""Part of the names of an adapter's parameters in the model that files of peft do not have."""
+_BASE = ".base_layer."
+
+
+def add_adapters(
+    model: DualEncoder,
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    targets: Sequence[str] | None,
+    towers: Sequence[str],
+    dora: bool,
+    rslora: bool,
+) -> list[str]:
+    """Add adapters to the linear layers in a model's blocks, and freeze everything else except the loss's scalars.
+
+    The values of A are drawn from torch's global seed; those of B are 0, so the features stay the same. The arguments
+    are the settings of `megaclip.lora`.
+
+    Returns:
+        the names of the layers.
+
+    Raises:
+        ConfigError: peft is not installed, or a tower has none of the layers.
+    """
+    peft, chosen = import_peft(), []
+    for tower in towers:
+        layers = [name for name in _linear_layers(model) if name.startswith(TOWER_PREFIXES[tower])]
+        kinds = sorted({name.rpartition(".")[2] for name in layers})
+        if not layers:
+            raise ConfigError(
+                f"megaclip.lora.towers {tower!r}: the blocks of the {tower} tower have no linear layers to which peft "
+                "can add adapters (nn.MultiheadAttention is one fused layer); leave this tower out"
+            )
+        if unknown := [target for target in targets or () if target not in kinds]:
+            raise ConfigError(
+                f"megaclip.lora.targets {unknown[0]!r}: the blocks of the {tower} tower have no such linear layer; "
+                f"they have {', '.join(kinds)}"
+            )
+        chosen += [name for name in layers if targets is None or name.rpartition(".")[2] in targets]
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=chosen, use_dora=dora, use_rslora=rslora
+    )
+    peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=model.logit_scale.is_meta)
+    for name in SCALARS:
+        if (scalar := getattr(model, name)) is not None:
+            scalar.requires_grad_(True)
+    return chosen
+
+
+def _linear_layers(model: DualEncoder) -> list[str]:
+    """Return the names of the linear layers in the blocks of both towers, except those inside nn.MultiheadAttention."""
+    names = {id(module): name for name, module in model.named_modules()}
+    fused = {id(part) for module in model.modules() if isinstance(module, nn.MultiheadAttention) for part in module.modules()}
+    blocks = [block for tower in (model.visual, model.text) for block in model.tower_blocks(tower)]
+    layers = [module for block in blocks for module in block.modules() if isinstance(module, nn.Linear)]
+    return [names[id(layer)] for layer in layers if id(layer) not in fused]
+
+
+@torch.no_grad()
+def merge_adapters(model: DualEncoder) -> StateDict:
+    """Add the adapters to the weights of their layers; return all weights by the names of a model without adapters."""
+    import_peft()
+    from peft.tuners.lora import LoraLayer
+
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.merge()
+    weights = model.named_weights().items()
+    return {name.replace(_BASE, "."): value.detach() for name, value in weights if ".lora_" not in name}
+
+
+def checksum_of(weights: StateDict) -> str:
+    """Return the SHA-256 of names, shapes and float32 values, in the order of the names."""
+    digest = hashlib.sha256()
+    for name, value in sorted(weights.items()):
+        digest.update(f"{name} {list(value.shape)}".encode())
+        digest.update(value.detach().float().contiguous().numpy())
+    return digest.hexdigest()
+
+
+def import_peft() -> Any:
+    """Return the package peft, with any build of torch. Raises ConfigError if it is not installed."""
+    with contextlib.suppress(ImportError):
+        import_torchvision()  # transformers, which peft imports, imports it if it is installed
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(
+            f"megaclip.lora requires peft, which cannot be imported ({error}); run  pip install 'megaclip[lora]'"
+        ) from None
+    return peft
