@@ -78,7 +78,7 @@ clean:
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@# Use normalised names of extras. pip before 23.3 accepts no others and only warns.
-	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[open-clip,megatron,demo,dev]'
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[open-clip,megatron,lora,demo,dev]'
 	touch $@
 
 $(VENV)/.ops: $(VENV)/.installed megaclip/commands/build_ops.py

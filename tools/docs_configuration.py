@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megaclip.config.command_line import OTHER_TRAINERS, TrainArguments, build_parser
-from megaclip.config.section import MegaclipSection
+from megaclip.config.section import LoraSettings, MegaclipSection
 from megaclip.losses.settings import FastClipSettings
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -40,6 +40,7 @@ def page(path: Path) -> str:
     tables = {
         "megaclip": settings(MegaclipSection),
         "fastclip": settings(FastClipSettings),
+        "lora": settings(LoraSettings),
         "flags": flags(),
         "open_clip": flags_of("open_clip"),
         "FastCLIP": flags_of("FastCLIP"),
@@ -98,6 +99,8 @@ def kind(annotation: Any) -> str:
     """Return an annotation in words."""
     if get_origin(annotation) is Literal:
         return choices([f"`{json.dumps(value)}`" for value in get_args(annotation)])
+    if get_args(annotation)[1:] == (...,):
+        return f"list of {kind(get_args(annotation)[0])}"
     if get_origin(annotation) is tuple:
         return f"list of {len(get_args(annotation))} numbers"
     if inspect.isclass(annotation):

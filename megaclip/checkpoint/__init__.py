@@ -14,6 +14,8 @@ Formats of open_clip and transformers:
 - `open_clip_weights`: weights of a model, which `weight_files` reads. `megaclip.models.weights` fits them to a model.
 - `open_clip_directory`: imports and exports.
 - `transformers_directory`: writes a model in transformers' format, and the README.md of an export.
+- `adapters`: adapters of `megaclip.lora`, merged with the weights of --pretrained. `peft_folder` writes them alone, for
+  transformers' models.
 - `model_card`: model description, image preprocessing and tokenizer, beside the weights.
 - `verify`: compares an export with the models that open_clip and transformers load from it.
 

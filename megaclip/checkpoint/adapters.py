@@ -49,8 +49,8 @@ def merged_weights(step: Path, trained: StateDict) -> StateDict:
     if (found := checksum_of(base)) != (recorded := settings.pop("base_sha256")):
         files = " and ".join(path for path in paths.values() if path is not None)
         raise CheckpointError(
-            f"the adapters of {step} were trained on weights with SHA-256 {recorded}, and those of {files} have {found}; "
-            "put the weights there that the run started from"
+            f"the adapters of {step} were trained on weights with SHA-256 {recorded}, and those of {files} have "
+            f"{found}; put the weights there that the run started from"
         )
     model = assigned_model(config, base)
     add_adapters(model, **settings)

@@ -62,7 +62,7 @@ def import_weights(source: Path, out_dir: Path, model: str | None, *, overwrite:
         if (source / CONFIG_NAME).is_file():
             read_card(source / CONFIG_NAME)  # raises: it describes another model
         raise ConfigError(f"{source} has no {CARD_NAME}; name its model with --model")
-    _check_output(out_dir, source, overwrite=overwrite)
+    check_output(out_dir, source, overwrite=overwrite)
     manifest.require_whole(source)
     config, preprocess, kind = None if model is None else load_model_config(model), OPENAI_PREPROCESS, None
     if config is None or found is not None:
@@ -120,7 +120,7 @@ def export_checkpoint(
         folder = source
     else:
         folder, tag = locate(source, tag)
-    _check_output(out_dir, folder, overwrite=overwrite)
+    check_output(out_dir, folder, overwrite=overwrite)
     if tag is None:
         manifest.require_whole(folder)
         card = read_model_card(folder)
@@ -201,7 +201,7 @@ def _tokenizer_files(source: Path) -> list[Path]:
     return sorted(path for path in files if path.is_file() and path.stat().st_size <= _MAX_TOKENIZER_BYTES)
 
 
-def _check_output(out_dir: Path, source: Path, *, overwrite: bool) -> None:
+def check_output(out_dir: Path, source: Path, *, overwrite: bool) -> None:
     """Raise CheckpointError if `out_dir` cannot be written, contains files or a run, or belongs to `source`."""
     target, origin = out_dir.resolve(), source.resolve()
     if target == origin or origin in target.parents or (target / "checkpoints").is_dir():

@@ -9,6 +9,8 @@ writes at any ZeRO stage:
   open_clip.create_model_and_transforms("local-dir:OUT_DIR") and open_clip.get_tokenizer("local-dir:OUT_DIR") load them.
 - transformers: model.safetensors (float32, in parts of 5 GB), config.json and preprocessor_config.json.
   AutoModel.from_pretrained("OUT_DIR") and AutoProcessor.from_pretrained("OUT_DIR") load them.
+- peft: the adapters of a run with megaclip.lora, adapter_model.safetensors and adapter_config.json. On the model of
+  transformers that the run started from, peft.PeftModel.from_pretrained(model, "OUT_DIR") loads them.
 - both: the tokenizer's files, README.md with the settings of the training, and a manifest of checksums.
 
 A model that a format cannot express is refused before anything is written. Every file of the checkpoint is checked
@@ -24,27 +26,41 @@ from pathlib import Path
 from typing import Any
 
 from megaclip.commands.argument_types import CommandParser
-from megaclip.errors import CheckpointError, first_line
+from megaclip.errors import CheckpointError, ConfigError, first_line
 
-FORMATS = {"open_clip": ("open_clip",), "transformers": ("transformers",), "both": ("open_clip", "transformers")}
+FORMATS = {
+    "open_clip": ("open_clip",),
+    "transformers": ("transformers",),
+    "both": ("open_clip", "transformers"),
+    "peft": (),
+}
 
 
 def main() -> None:
     arguments = parse_arguments()
     from megaclip.checkpoint.open_clip_directory import export_checkpoint  # torch is imported after the flags are read
     from megaclip.checkpoint.open_clip_weights import assigned_model
+    from megaclip.checkpoint.peft_folder import export_adapters
     from megaclip.checkpoint.verify import CAPTIONS, TOLERANCE, verify, verify_transformers
     from megaclip.data import ImageTransform
     from megaclip.data.text_cleaning import clean_caption
     from megaclip.engine.transformers_tokenizer import tokenizer_beside, write_transformers_tokenizer
 
-    formats = FORMATS[arguments.format]
+    formats, options = FORMATS[arguments.format], {"overwrite": arguments.overwrite, "ema": arguments.ema}
+    if arguments.format == "peft":
+        if arguments.verify or arguments.with_data_names:
+            raise ConfigError("--verify and --with-data-names cannot be used with --format peft; leave them out")
+        scalars = export_adapters(arguments.run, arguments.out_dir, arguments.tag, **options)
+        values = ", ".join(f"{name} {value.item():.6g}" for name, value in scalars.items())
+        print(f"wrote the adapters to {arguments.out_dir}, without {values}")
+        if arguments.push_to_hub is not None:
+            push_to_hub(arguments.out_dir, arguments.push_to_hub)
+        return
     card, weights = export_checkpoint(
         arguments.run,
         arguments.out_dir,
         arguments.tag,
-        overwrite=arguments.overwrite,
-        ema=arguments.ema,
+        **options,
         formats=formats,
         write_tokenizer=write_transformers_tokenizer,
         data_names=arguments.with_data_names,

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from megaclip.config.ds_config import DsConfig
 from megaclip.config.optimizers import NEED_WHOLE_TENSORS, check_optimizer, params_model
-from megaclip.config.section import MegaclipSection
+from megaclip.config.section import LoraSettings, MegaclipSection
 from megaclip.errors import ConfigError, config_error, nearest
 from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.losses.settings import FastClipSettings
@@ -112,6 +112,7 @@ _HOMES: dict[str, type[BaseModel]] = {
     "zero_optimization": DeepSpeedZeroConfig,
     "optimizer.params": params_model("AdamW"),
     "megaclip.fastclip": FastClipSettings,
+    "megaclip.lora": LoraSettings,
 }
 """Sections whose settings are often written elsewhere."""
 

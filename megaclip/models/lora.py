@@ -13,6 +13,7 @@ have linear layers.
 import contextlib
 import hashlib
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -23,8 +24,6 @@ from megaclip.models.dual_encoder import TOWER_PREFIXES, DualEncoder
 from megaclip.models.open_clip_keys import SCALARS, StateDict
 from megaclip.open_clip_package import import_torchvision
 
-ADAPTER = ".default."
-"""Part of the names of an adapter's parameters in the model that files of peft do not have."""
 _BASE = ".base_layer."
 
 
@@ -50,7 +49,7 @@ def add_adapters(
     Raises:
         ConfigError: peft is not installed, or a tower has none of the layers.
     """
-    peft, chosen = import_peft(), []
+    chosen: list[str] = []
     for tower in towers:
         layers = [name for name in _linear_layers(model) if name.startswith(TOWER_PREFIXES[tower])]
         kinds = sorted({name.rpartition(".")[2] for name in layers})
@@ -65,23 +64,61 @@ def add_adapters(
                 f"they have {', '.join(kinds)}"
             )
         chosen += [name for name in layers if targets is None or name.rpartition(".")[2] in targets]
-    config = peft.LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=chosen, use_dora=dora, use_rslora=rslora
-    )
-    peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=model.logit_scale.is_meta)
+    config = adapter_config(chosen, rank=rank, alpha=alpha, dropout=dropout, dora=dora, rslora=rslora)
+    import_peft().inject_adapter_in_model(config, model, low_cpu_mem_usage=model.logit_scale.is_meta)
     for name in SCALARS:
         if (scalar := getattr(model, name)) is not None:
             scalar.requires_grad_(True)
     return chosen
 
 
+def adapter_config(
+    layers: list[str],
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    dora: bool,
+    rslora: bool,
+    inference_mode: bool = False,
+    **_: Any,
+) -> Any:
+    """Return `peft.LoraConfig` of adapters of these layers. Other settings of `megaclip.lora` are not used."""
+    return import_peft().LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=layers,
+        use_dora=dora,
+        use_rslora=rslora,
+        inference_mode=inference_mode,
+    )
+
+
 def _linear_layers(model: DualEncoder) -> list[str]:
     """Return the names of the linear layers in the blocks of both towers, except those inside nn.MultiheadAttention."""
     names = {id(module): name for name, module in model.named_modules()}
-    fused = {id(part) for module in model.modules() if isinstance(module, nn.MultiheadAttention) for part in module.modules()}
+    fused = {
+        id(part) for module in model.modules() if isinstance(module, nn.MultiheadAttention) for part in module.modules()
+    }
     blocks = [block for tower in (model.visual, model.text) for block in model.tower_blocks(tower)]
     layers = [module for block in blocks for module in block.modules() if isinstance(module, nn.Linear)]
     return [names[id(layer)] for layer in layers if id(layer) not in fused]
+
+
+def check_use_of_adapters(tower: nn.Module, with_gradient: AbstractSet[torch.Tensor]) -> None:
+    """Raise ConfigError if a tower does not use the adapters of a kind of layers. It may skip single blocks by chance.
+
+    with_gradient: the parameters that a backward pass has reached.
+    """
+    adapters = {p: name.partition(".lora_")[0] for name, p in tower.named_parameters() if ".lora_A." in name}
+    kinds = {parameter: layer.rpartition(".")[2] for parameter, layer in adapters.items()}
+    used = {kind for parameter, kind in kinds.items() if parameter in with_gradient}
+    if unused := sorted(set(kinds.values()) - used):
+        raise ConfigError(
+            f"megaclip.lora: {type(tower).__name__} reads the weights of its layers {unused[0]!r} without calling the "
+            "layers, so adapters there have no effect; list the other layers in lora.targets"
+        )
 
 
 @torch.no_grad()

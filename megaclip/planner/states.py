@@ -74,11 +74,12 @@ def checkpoint_bytes(workload: Workload) -> tuple[float, float]:
     """
     part = workload.trained / workload.replicas
     trained = part * (4 + workload.optimizer_state_bytes)
+    total = workload.total if workload.megaclip.lora is None else workload.trained  # not the weights below adapters
     if workload.zero.stage == 0:
-        return 0.0, workload.total * workload.compute_bytes + workload.trained * workload.optimizer_state_bytes
+        return 0.0, total * workload.compute_bytes + workload.trained * workload.optimizer_state_bytes
     if workload.zero.stage < 3:
-        return trained, workload.total * workload.compute_bytes
-    frozen = (workload.total - workload.trained) / workload.replicas * workload.compute_bytes
+        return trained, total * workload.compute_bytes
+    frozen = (total - workload.trained) / workload.replicas * workload.compute_bytes
     return frozen + (0.0 if workload.offload_optimizer == "nvme" else trained), 0.0
 
 

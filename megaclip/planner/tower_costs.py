@@ -33,7 +33,7 @@ from megaclip.errors import ConfigError, first_line
 from megaclip.models import DualEncoder, ModelConfig, ModelDescription, layers, meta_model
 from megaclip.models.blocks import QuickGELU
 from megaclip.models.clip import ClipModel
-from megaclip.models.lora import add_adapters
+from megaclip.models.lora import add_adapters, check_use_of_adapters
 from megaclip.planner.constants import ATTENTION_CHANNELS, ATTENTION_TILE
 
 _FEW, _MANY = 512, 1024
@@ -179,6 +179,7 @@ def trace_tower(model: DualEncoder, name: str, samples: int) -> TowerCosts:
     trained_blocks = {block for block in blocks if any(parameter.requires_grad for parameter in block.parameters())}
     inputs_of_blocks: dict[nn.Module, int] = {}
     recomputed: list[int] = [0]
+    with_gradient: set[torch.Tensor] = set()
 
     def count_input(block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         inputs_of_blocks[block] = (arguments[0] if arguments else options["hidden_states"]).nbytes
@@ -187,6 +188,7 @@ def trace_tower(model: DualEncoder, name: str, samples: int) -> TowerCosts:
         recomputed.append(output.nbytes)
 
     def freed(parameter: torch.Tensor) -> None:
+        with_gradient.add(parameter)
         parameter.grad = None  # the planner counts the gradients of parameters itself
 
     with ExitStack() as hooks:
@@ -208,6 +210,7 @@ def trace_tower(model: DualEncoder, name: str, samples: int) -> TowerCosts:
         kept = graph.now - inputs.nbytes
         graph.ended(0, 0)
         features.sum().backward()
+    check_use_of_adapters(tower, with_gradient)
     backward = graph.ended(len(trained_blocks), sum(inputs_of_blocks[block] for block in trained_blocks))
     return TowerCosts(without_graph.peak, kept, graph.peak, sum(recomputed), max(recomputed), forward, backward)
 

@@ -95,7 +95,7 @@ class TowerWork:
             checkpointing=workload.checkpointing,
             recomputes=is_own and section.compile is True and section.selective_recompute is True,
             tensor_ranks=workload.tensor_ranks,
-            lora=section.lora,
+            lora=section.lora if self.trained else None,
         )
 
     @functools.cached_property

@@ -154,8 +154,8 @@ class Workload:
         for (name, unlocked), parameters in zip(locks, workload.parameters, strict=True):
             if unlocked is not None and config.megaclip.lora is not None:
                 raise ConfigError(
-                    f"--lock-{name} cannot be used with megaclip.lora, which freezes both towers and trains adapters in "
-                    "those of lora.towers; leave it out"
+                    f"--lock-{name} cannot be used with megaclip.lora, which freezes both towers and trains adapters "
+                    "in those of lora.towers; leave it out"
                 )
             if unlocked is not None and parameters.trained == parameters.total:
                 raise ConfigError(

@@ -97,7 +97,9 @@ def build_engine(
         layers = add_adapters(model, **lora.model_dump())
         if config.zero_stage == 3:
             partition(module=model)  # the adapters: the other parameters are partitioned already
-        logger.info("LoRA: adapters of rank %d at %d layers, from %s to %s", lora.rank, len(layers), layers[0], layers[-1])
+        logger.info(
+            "LoRA: adapters of rank %d at %d layers, from %s to %s", lora.rank, len(layers), layers[0], layers[-1]
+        )
     is_kept = config.bf16 and dist.get_rank() == 0
     model.locked_weights = {name: pretrained[name] for name in locked & pretrained.keys() if is_kept}
     if config.zero_stage == 3:

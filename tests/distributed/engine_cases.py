@@ -119,7 +119,7 @@ class Case:
     """Ranks that share the batch."""
     captions: str = ""
     """Captions of CAPTION_LENGTHS: "cut", or "padded" to the context length. "": all have the context length."""
-    section: tuple[tuple[str, float], ...] = ()
+    section: tuple[tuple[str, Any], ...] = ()
     """More settings of the section "megaclip"."""
     feature_fault: float = 1.0
     """Factor of the feature gradients. A value other than 1 is a planted fault."""

@@ -49,6 +49,7 @@ FEW = {"stage3_max_reuse_distance": 150_000}
 """Half of it covers one block of the image tower and a part of another one."""
 AHEAD = {"stage3_prefetch_bucket_size": 20_000}
 NOT_AHEAD = {"stage3_prefetch_bucket_size": 0}
+ADAPTERS = (("lora", {"rank": 32}),)
 CASES: dict[str, tuple[Case, dict[str, int]]] = {
     **{f"stage {stage}": (Case(stage), {}) for stage in range(4)},
     **{f"stage {stage}, bf16": (Case(stage, 3, bf16=True), {}) for stage in (1, 2, 3)},
@@ -65,6 +66,9 @@ CASES: dict[str, tuple[Case, dict[str, int]]] = {
     "offload": (Case(3, 3, offload="all"), AHEAD),
     "image locked": (Case(3, 3, locked="image", keep=1), AHEAD),
     "partly locked": (Case(3, 3, locked="below", keep=4), AHEAD),
+    "adapters, stage 0": (Case(0, 3, section=ADAPTERS), {}),
+    "adapters, stage 2": (Case(2, 3, section=ADAPTERS), {}),
+    "adapters, few kept": (Case(3, 3, keep=1, section=ADAPTERS), FEW | AHEAD),
     "small parameters": (Case(3, 3, persistence_threshold=1_100), FEW | AHEAD),
 }
 

@@ -136,7 +136,7 @@ def test_error_names_the_damaged_loss_state(tmp_path):
 def test_files_that_deepspeed_copies_from_nvme_are_in_the_manifest(tmp_path, monkeypatch):
     original = Engine.save_checkpoint
 
-    def offloading(engine: Engine, folder: str, tag: str, save_latest: bool) -> None:
+    def offloading(engine: Engine, folder: str, tag: str, **settings: bool) -> None:
         original(engine, folder, tag, save_latest)
         path = Path(folder, tag, "offloaded_tensors", "rank00", "optimizer", "0.swp")
         path.parent.mkdir(parents=True)

@@ -302,6 +302,21 @@ def test_deepspeed_receives_the_file_with_defaults_for_what_it_leaves_out(tmp_pa
             },
             "megaclip.ema_decay cannot be used with zero_optimization.offload_optimizer.device 'nvme': the average",
         ),
+        ({"megaclip": {"lora": {"rank": 0}}}, "megaclip.lora.rank: Input should be greater than 0"),
+        ({"megaclip": {"lora": {"r": 8}}}, "unknown key megaclip.lora.r"),
+        ({"megaclip": {"rslora": True}}, "megaclip.rslora is misplaced; write it in the section megaclip.lora"),
+        *(
+            ({"megaclip": {"lora": {}, key: value}}, f"megaclip.{key} {value} cannot be used with megaclip.lora; leave")
+            for key, value in (("text_layer_decay", 0.5), ("tensor_parallel_size", 2))
+        ),
+        (
+            {"megaclip": {"lora": {"dora": True}}, "zero_optimization": {"stage": 3}},
+            "megaclip.lora.dora true cannot be used at zero_optimization.stage 3",
+        ),
+        (
+            {"megaclip": {"lora": {"dora": True}, "compile": True}},
+            "megaclip.compile true cannot be used with megaclip.lora.dora",
+        ),
         (
             {"megaclip": {"compile": True, "layer_norm": "apex"}},
             "megaclip.compile true cannot be used with megaclip.layer_norm 'apex'",

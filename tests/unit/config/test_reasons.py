@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaclip.config import MegaclipSection, TrainArguments
+from megaclip.config.section import LoraSettings
 from megaclip.losses.settings import FastClipSettings
 
 REASONS = json.loads(Path(__file__).with_name("reasons.json").read_text(encoding="utf-8"))
@@ -20,6 +21,7 @@ REASONS = json.loads(Path(__file__).with_name("reasons.json").read_text(encoding
         ("flags of megaclip train", TrainArguments),
         ("section megaclip", MegaclipSection),
         ("section megaclip.fastclip", FastClipSettings),
+        ("section megaclip.lora", LoraSettings),
     ],
 )
 def test_every_flag_and_setting_is_listed_with_its_reason(place, model):

@@ -1,0 +1,90 @@
+"""Write the adapters of a run as a folder that `peft.PeftModel.from_pretrained` reads on transformers' model.
+
+The folder has adapter_config.json, adapter_model.safetensors (float32) and a manifest. Names are those of transformers
+(`megaclip.models.transformers_keys`). An adapter of a projection in which timm stacks q, k and v becomes three: each
+has the whole A and a third of the rows of B. The logit scale and bias are no adapters, and are not in the folder.
+"""
+
+from pathlib import Path
+
+from megaclip.checkpoint import manifest
+from megaclip.checkpoint.adapters import lora_state
+from megaclip.checkpoint.durable import make_folders, sync_files
+from megaclip.checkpoint.open_clip_directory import check_output
+from megaclip.checkpoint.open_clip_weights import write_tensors
+from megaclip.checkpoint.output import writing
+from megaclip.checkpoint.saved_states import consolidated_weights
+from megaclip.checkpoint.search import locate, require_whole
+from megaclip.errors import CheckpointError
+from megaclip.models.lora import adapter_config
+from megaclip.models.open_clip_keys import SCALARS, StateDict
+from megaclip.models.transformers_keys import transformers_name
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_STACKED = ".attn.qkv"
+
+
+def export_adapters(
+    source: Path, out_dir: Path, tag: str | None, *, overwrite: bool = False, ema: bool = False
+) -> StateDict:
+    """Write the adapters of a checkpoint to a folder, after every file of the checkpoint was checked.
+
+    Args:
+        source, tag, overwrite, ema: as for `open_clip_directory.export_checkpoint`.
+
+    Returns:
+        the scalars of the loss, which the folder does not have.
+
+    Raises:
+        CheckpointError: the run has no adapters, transformers has no such layers, or a path is refused.
+    """
+    folder, tag = locate(source, tag)
+    check_output(out_dir, folder, overwrite=overwrite)
+    require_whole(folder, tag)
+    settings = lora_state(folder / tag)
+    if settings is None:
+        raise CheckpointError(
+            f"{folder / tag} has no adapters, because megaclip.lora was not set; use --format open_clip"
+        )
+    trained = consolidated_weights(folder, tag, ema=ema, merges=False)
+    weights = adapters_for_transformers(trained)
+    layers = sorted({name.partition(".lora_")[0] for name in weights})
+    with writing(out_dir, CheckpointError):
+        make_folders(out_dir)
+        (out_dir / manifest.MANIFEST).unlink(missing_ok=True)
+        adapter_config(layers, inference_mode=True, **settings).save_pretrained(str(out_dir))
+        write_tensors(out_dir / WEIGHTS_NAME, {f"{_PREFIX}{name}": value for name, value in weights.items()})
+        manifest.write(out_dir, sync_files(out_dir, ["adapter_config.json", WEIGHTS_NAME]))
+    return {name: trained[name] for name in SCALARS if name in trained}
+
+
+def adapters_for_transformers(trained: StateDict) -> StateDict:
+    """Return the adapters by the names of transformers' layers. trained: names of a run; other parameters are left out.
+
+    Raises:
+        CheckpointError: transformers has no such layer.
+    """
+    weights: StateDict = {}
+    for name, value in trained.items():
+        layer, is_adapter, part = name.partition(".lora_")
+        of_rows = layer.endswith(_STACKED) and not part.startswith("A.")
+        part = part.replace(".default.weight", "" if part.startswith("magnitude_vector") else ".weight")
+        layers = _layers(layer) if is_adapter else []
+        for number, theirs in enumerate(layers):
+            weights[f"{theirs}.lora_{part}"] = (value.chunk(len(layers))[number] if of_rows else value).clone()
+    return weights
+
+
+def _layers(name: str) -> list[str]:
+    """Return the names in transformers of the layers that have the outputs of one layer of the model, in order."""
+    own = [name]
+    if name.endswith(_STACKED):
+        own = [f"{name.removesuffix('qkv')}{one}_proj" for one in "qkv"]
+    found = [transformers_name(one) for one in own]
+    if None in found:
+        raise CheckpointError(
+            f"{name} has an adapter, and transformers' models have no such layer; use --format open_clip, which merges "
+            "it"
+        )
+    return [one for one in found if one is not None]

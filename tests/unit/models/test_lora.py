@@ -1,0 +1,98 @@
+"""Adapters in open_clip's towers: which layers get them, whether the towers use them, merged weights, and refusals."""
+
+import pytest
+import torch
+from torch import nn
+
+from megaclip.checkpoint.peft_folder import adapters_for_transformers
+from megaclip.config.section import LoraSettings
+from megaclip.errors import ConfigError
+from megaclip.models import build_model
+from megaclip.models.lora import add_adapters, merge_adapters
+from megaclip.planner.tower_costs import tower_costs, trace_tower
+from tests.open_clip_families import CONTEXT_LENGTH, IMAGE_SIZE, VOCAB_SIZE, family
+
+# Family -> layers of the image tower and of the text tower that get adapters. open_clip's attention is one fused layer.
+LAYERS = {
+    "siglip": ({"qkv", "proj", "fc1", "fc2"}, {"c_fc", "c_proj"}),
+    "roberta": ({"c_fc", "c_proj"}, {"query", "key", "value", "dense"}),
+}
+
+
+def settings(**given) -> dict:
+    return LoraSettings(**given).model_dump()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_towers_use_all_adapters_and_merged_weights_have_their_features(name, tmp_path):
+    config = family(name, tmp_path)
+    model = build_model(config).eval()
+    weights = {key: value.clone() for key, value in model.named_weights().items()}
+    layers = add_adapters(model, **settings(rank=2))
+    for prefix, expected in zip(("visual.", "text."), LAYERS[name], strict=True):
+        assert {layer.rpartition(".")[2] for layer in layers if layer.startswith(prefix)} == expected
+    assert {n for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n} <= {
+        "logit_scale",
+        "logit_bias",
+    }
+    images = torch.randn(3, 3, IMAGE_SIZE, IMAGE_SIZE)
+    tokens = torch.randint(3, VOCAB_SIZE, (3, CONTEXT_LENGTH))
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if ".lora_B." in parameter_name:
+                parameter.normal_()
+    features = model(images, tokens)[:2]
+    sum((side**2 * torch.randn(side.shape)).sum() for side in features).backward()
+    assert [n for n, p in model.named_parameters() if ".lora_" in n and (p.grad is None or not p.grad.any())] == []
+    merged = merge_adapters(model)
+    assert {key: value.shape for key, value in merged.items()} == {key: value.shape for key, value in weights.items()}
+    plain = build_model(config).eval()
+    plain.load_state_dict(merged, strict=False)
+    for ours, theirs in zip(plain(images, tokens), features, strict=False):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    for tower in ("image", "text"):
+        tower_costs(config, tower, 4, lora=LoraSettings(rank=2))
+
+
+def test_a_stacked_projection_is_three_adapters_in_transformers():
+    """The product of each with its A has the rows of q, k or v."""
+    a, b, lengths = torch.randn(2, 8), torch.randn(24, 2), torch.rand(24)
+    stem = "visual.trunk.blocks.3.attn.qkv.lora_"
+    found = adapters_for_transformers(
+        {f"{stem}A.default.weight": a, f"{stem}B.default.weight": b, f"{stem}magnitude_vector.default.weight": lengths}
+    )
+    layers = [f"vision_model.encoder.layers.3.self_attn.{kind}_proj" for kind in "qkv"]
+    assert len(found) == 9
+    assert torch.equal(
+        torch.cat([found[f"{one}.lora_B.weight"] @ found[f"{one}.lora_A.weight"] for one in layers]), b @ a
+    )
+    assert torch.equal(torch.cat([found[f"{one}.lora_magnitude_vector"] for one in layers]), lengths)
+
+
+def test_refusals(tmp_path):
+    config = family("roberta", tmp_path)
+    with pytest.raises(ConfigError, match=r"lora.targets 'q_proj': .* they have c_fc, c_proj$"):
+        add_adapters(build_model(config), **settings(targets=["q_proj"]))
+    with pytest.raises(ConfigError, match=r"lora.towers 'image': .* no linear layers"):
+        add_adapters(build_model(family("resnet", tmp_path)), **settings())
+
+
+class _ReadsWeight(nn.Module):
+    """Reads the weight of a layer, as attention in timm's EVA, BEiT and Swin V2 does."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.qkv = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.qkv.weight, self.qkv.bias)
+
+
+def test_layers_that_a_tower_does_not_call_are_refused(tmp_path):
+    with torch.device("meta"):
+        model = build_model(family("siglip", tmp_path))
+    for block in model.visual.get_submodule("trunk").blocks:
+        block.attn.qkv = _ReadsWeight(block.attn.qkv)
+    add_adapters(model, **settings())
+    with pytest.raises(ConfigError, match="reads the weights of its layers 'qkv' without calling the layers"):
+        trace_tower(model.train(), "image", 8)
