@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from megaclip.checkpoint.adapters import lora_state, merged_weights
+from megaclip.checkpoint.adapters import merged_weights
 from megaclip.checkpoint.deepspeed_files import loading, read_file
 from megaclip.checkpoint.search import LOCKED_WEIGHTS, MODEL_CARD
 from megaclip.checkpoint.weight_files import read_tensors
@@ -30,6 +30,7 @@ from megaclip.comm.groups import RankGroup
 from megaclip.comm.parallelism import ONE_RANK
 from megaclip.errors import CheckpointError
 from megaclip.models.layers import own_part, split_dim
+from megaclip.models.lora import has_adapters
 from megaclip.models.open_clip_keys import StateDict
 
 FP32 = "fp32"
@@ -238,7 +239,7 @@ def consolidated_weights(folder: Path, tag: str, *, ema: bool = False, merges: b
             )
         weights = {name: saved.whole(name, ema=ema) for name in saved.shapes}
         weights |= {name: buffer.clone() for name, buffer in saved.buffers.items()}
-    return merged_weights(step, weights) if merges and lora_state(step) is not None else weights
+    return merged_weights(step, weights) if merges and has_adapters(weights) else weights
 
 
 def _read_elements(pieces: list[torch.Tensor], start: int, out: torch.Tensor) -> None:

@@ -342,10 +342,10 @@ def _check_lora(config: DsConfig) -> None:
     if decays or section.tensor_parallel_size > 1:
         name = decays[0] if decays else "tensor_parallel_size"
         raise ConfigError(f"megaclip.{name} {getattr(section, name)} cannot be used with megaclip.lora; leave it out")
-    if section.lora.dora and (name := _setting_that_compiles(section)):
+    if section.lora.dora and (compiling := _setting_that_compiles(section)):
         raise ConfigError(
-            f"{name} true cannot be used with megaclip.lora.dora: torch.compile does not trace peft's layers of DoRA; "
-            "leave one of them out"
+            f"{compiling} true cannot be used with megaclip.lora.dora: torch.compile does not trace peft's layers of "
+            "DoRA; leave one of them out"
         )
     if section.lora.dora and config.zero_optimization.stage == 3:
         raise ConfigError(

@@ -12,7 +12,7 @@ have linear layers.
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -121,6 +121,11 @@ def check_use_of_adapters(tower: nn.Module, with_gradient: AbstractSet[torch.Ten
         )
 
 
+def has_adapters(names: Iterable[str]) -> bool:
+    """Return whether parameters of adapters are among the names."""
+    return any(".lora_" in name for name in names)
+
+
 @torch.no_grad()
 def merge_adapters(model: DualEncoder) -> StateDict:
     """Add the adapters to the weights of their layers; return all weights by the names of a model without adapters."""
@@ -139,7 +144,7 @@ def checksum_of(weights: StateDict) -> str:
     digest = hashlib.sha256()
     for name, value in sorted(weights.items()):
         digest.update(f"{name} {list(value.shape)}".encode())
-        digest.update(value.detach().float().contiguous().numpy())
+        digest.update(value.detach().float().contiguous().numpy().data)
     return digest.hexdigest()
 
 

@@ -61,8 +61,8 @@ class Parameters(NamedTuple):
 
     def above(self, threshold: int) -> "Parameters":
         """Return the parameters with more elements than `threshold`."""
-        large = (tuple(size for size in sizes if size > threshold) for sizes in (self.trainable, self.frozen))
-        return Parameters(*large, self.has_adapters)
+        trainable, frozen = (tuple(size for size in sizes if size > threshold) for sizes in self[:2])
+        return Parameters(trainable, frozen, self.has_adapters)
 
 
 @dataclass(frozen=True)

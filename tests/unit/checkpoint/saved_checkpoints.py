@@ -17,8 +17,9 @@ class Engine:
         self.label = label
         self.dies = dies
         self.checkpoint_engine: Any = None
+        self.module = None
 
-    def save_checkpoint(self, folder: str, tag: str, save_latest: bool) -> None:
+    def save_checkpoint(self, folder: str, tag: str, save_latest: bool, exclude_frozen_parameters: bool) -> None:
         assert not save_latest, "DeepSpeed's own `latest` is not atomic"
         (Path(folder) / tag).mkdir(parents=True, exist_ok=True)
         self.checkpoint_engine.save({"label": self.label}, str(Path(folder) / tag / "model.pt"))
