@@ -15,12 +15,12 @@ from megaclip.checkpoint.open_clip_weights import assigned_model, pretrained_wei
 from megaclip.checkpoint.search import MODEL_CARD, STATE
 from megaclip.errors import CheckpointError
 from megaclip.models import meta_model
-from megaclip.models.lora import add_adapters, checksum_of, merge_adapters
+from megaclip.models.lora import add_adapters, checksum_of, has_adapters, merge_adapters
 from megaclip.models.open_clip_keys import StateDict
 
 LORA, BASE = "lora", "base"
 """Entries of state.json: the settings of the adapters with the checksum of the weights below them, or None; and the
-absolute paths of these weights by the names of `pretrained_weights`' arguments."""
+arguments of `pretrained_weights` that read these weights, with absolute paths."""
 
 
 def lora_state(step: Path) -> dict[str, Any] | None:
@@ -39,20 +39,22 @@ def merged_weights(step: Path, trained: StateDict) -> StateDict:
     """
     settings = lora_state(step)
     assert settings is not None, "only runs with adapters merge"
-    config, paths = read_model_card(step.parent / MODEL_CARD).config, settings.pop(BASE)
-    if missing := [path for path in paths.values() if path is not None and not Path(path).exists()]:
+    config, arguments = read_model_card(step.parent / MODEL_CARD).config, settings.pop(BASE)
+    paths = [value for value in arguments.values() if isinstance(value, str)]
+    if missing := [path for path in paths if not Path(path).exists()]:
         raise CheckpointError(
             f"{missing[0]} does not exist: {step} holds adapters, and the run read the weights below them from there; "
             "put them there again (a link is enough)"
         )
-    base = pretrained_weights(meta_model(config), **paths)
+    base = pretrained_weights(meta_model(config), **arguments)
     if (found := checksum_of(base)) != (recorded := settings.pop("base_sha256")):
-        files = " and ".join(path for path in paths.values() if path is not None)
         raise CheckpointError(
-            f"the adapters of {step} were trained on weights with SHA-256 {recorded}, and those of {files} have "
-            f"{found}; put the weights there that the run started from"
+            f"the adapters of {step} were trained on weights with SHA-256 {recorded}, and those of "
+            f"{' and '.join(paths)} have {found}; put the weights there that the run started from"
         )
     model = assigned_model(config, base)
     add_adapters(model, **settings)
-    model.load_state_dict(trained, strict=False)
+    loaded = model.load_state_dict(trained, strict=False)
+    if different := [*loaded.unexpected_keys, *(name for name in loaded.missing_keys if has_adapters([name]))]:
+        raise CheckpointError(f"{step}: {different[0]} does not fit megaclip.lora in its {STATE}; choose another one")
     return merge_adapters(model)

@@ -31,7 +31,12 @@ logger = get_logger(__name__)
 
 _PARTITIONING = ("world_size", "tensor_parallel_size", "zero_stage", "precision", "zero_layout")
 """Keys of `describe_run` that decide how parameters and optimizer states are partitioned among ranks."""
-_BASE_FLAGS = {"whole": "pretrained", "image": "pretrained_image", "text": "pretrained_text"}
+_BASE_FLAGS = {
+    "whole": "pretrained",
+    "image": "pretrained_image",
+    "text": "pretrained_text",
+    "kept_positions": "keep_text_positions",
+}
 """Arguments of `pretrained_weights` and their flags."""
 
 
@@ -48,7 +53,7 @@ def describe_run(
     model = inputs.saved_config
     towers = {TOWERS_KEY: "open_clip"} if isinstance(model, OpenClipConfig) else {}  # of other parameters' names
     zero = inputs.config.for_deepspeed.get("zero_optimization", {})
-    lora, base = inputs.config.megaclip.lora, {tower: getattr(arguments, flag) for tower, flag in _BASE_FLAGS.items()}
+    lora, base = inputs.config.megaclip.lora, {name: getattr(arguments, flag) for name, flag in _BASE_FLAGS.items()}
     return {
         "world_size": dist.get_world_size(),
         "tensor_parallel_size": inputs.config.megaclip.tensor_parallel_size,
@@ -60,7 +65,7 @@ def describe_run(
             "text": arguments.lock_text_unlocked_layers if arguments.lock_text else None,
         },
         LORA: None if lora is None else lora.model_dump() | {"base_sha256": base_sha256},
-        BASE: {tower: path and str(Path(path).resolve()) for tower, path in base.items()},
+        BASE: {name: str(Path(one).resolve()) if isinstance(one, str) else one for name, one in base.items()},
         "seed": arguments.seed,
         "shard_order": arguments.shard_order,
         "order_version": ORDER_VERSION,

@@ -174,7 +174,7 @@ def save_run(folder: Path) -> Outcome:
     checkpoints = folder / "checkpoints"
     write_model_card(checkpoints / "model", EXPORTED, OPENAI_PREPROCESS)
     manifest.write(checkpoints / "model")
-    paths = {"whole": str(folder / "base"), "image": None, "text": None}
+    paths = {"whole": str(folder / "base"), "image": None, "text": None, "kept_positions": 0}
     store.save(engine, store.Target(checkpoints, 2, {LORA: lora, BASE: paths}, 1))
     model = engine.module.eval()
     images, tokens = inputs()

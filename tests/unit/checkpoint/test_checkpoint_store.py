@@ -137,7 +137,7 @@ def test_files_that_deepspeed_copies_from_nvme_are_in_the_manifest(tmp_path, mon
     original = Engine.save_checkpoint
 
     def offloading(engine: Engine, folder: str, tag: str, **settings: bool) -> None:
-        original(engine, folder, tag, save_latest)
+        original(engine, folder, tag, **settings)
         path = Path(folder, tag, "offloaded_tensors", "rank00", "optimizer", "0.swp")
         path.parent.mkdir(parents=True)
         path.write_bytes(b"state")
