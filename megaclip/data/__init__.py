@@ -6,7 +6,7 @@ sources.py opens datasets, order.py computes the order of the samples, and loade
 from megaclip.data.batch import PADDING_ID, Batch, EvaluationBatch, LabelledBatch, RawSample, TrainBatch
 from megaclip.data.images import OPENAI_MEAN, OPENAI_STD, ImageTransform, image_decoder, normalised_pixels
 from megaclip.data.labelled import LabelledDataset, open_labelled
-from megaclip.data.loader import EvaluationLoader, TrainLoader, check_batch
+from megaclip.data.loader import EvaluationLoader, TrainLoader, check_batch, slots_ahead
 from megaclip.data.sources import DATASET_TYPES, PairDataset, check_manifest, open_pairs
 from megaclip.data.tokenizers import Tokenizer, load_tokenizer
 
@@ -33,4 +33,5 @@ __all__ = [
     "normalised_pixels",
     "open_labelled",
     "open_pairs",
+    "slots_ahead",
 ]

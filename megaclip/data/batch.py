@@ -113,12 +113,6 @@ class _Tensors:
         """Return a copy in page-locked memory."""
         return type(self)(**{name: tensor.pin_memory() for name, tensor in vars(self).items()})
 
-    def share_memory_(self):
-        """Move the tensors to shared memory. Raises RuntimeError if shared memory is full."""
-        for tensor in vars(self).values():
-            tensor.share_memory_()
-        return self
-
 
 @dataclasses.dataclass
 class Batch(_Tensors):

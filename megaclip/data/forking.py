@@ -14,6 +14,7 @@ the fork until the process has installed its own handlers.
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -88,16 +89,20 @@ class _Process(ForkProcess):
 
 
 class _Flag:
-    """Event without a lock, and so without `wait`."""
+    """Event without a lock, and so without `wait`. In a forked process it is also set when the parent has ended.
+
+    A worker for whose end torch has not set its event would wait for ever until somebody receives its results.
+    """
 
     def __init__(self, context: ForkContext) -> None:
         self._value = context.RawValue("b", 0)
+        self._parent = os.getpid()
 
     def set(self) -> None:
         self._value.value = 1
 
     def is_set(self) -> bool:
-        return bool(self._value.value)
+        return bool(self._value.value) or self._parent not in (os.getpid(), os.getppid())
 
 
 class CheckedForkContext(ForkContext):

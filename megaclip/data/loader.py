@@ -5,16 +5,19 @@ which grows by the global batch with every step. Step s takes the positions s*B.
 (order.py), and rank r takes every W-th of them. For one seed and one global batch the samples of a step therefore do
 not depend on the number of ranks, workers and micro-batches. The worker processes (workers.py) share the rows of every
 micro-batch, so that it arrives W times as soon as from one worker, and parts arrive evenly. A work item is a step, a
-micro-batch and a range of its rows. The worker turns it into ids, and the ids into tensors (reading.py).
+micro-batch, a range of its rows and a slot. The worker turns it into ids, reads the samples (reading.py), and writes
+their pixels into these rows of the slot. The slots are in memory that all workers and this process share, so this
+process never copies pixels, except those that a caller asks it to keep.
 
 `EvaluationLoader` yields every sample of a dataset once per iteration, in the same number of batches on every rank.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +29,11 @@ from megaclip.data.images import ImageTransform, image_decoder
 from megaclip.data.order import MixtureOrder, SampleOrder, rank_positions
 from megaclip.data.reading import INSPECT_ADVICE, BadSampleLog, EvaluationReader, Loaded, ReadableSet, TrainReader
 from megaclip.data.shard_cache import ShardCache
-from megaclip.data.shared_memory import free_pages
+from megaclip.data.shared_memory import shared_pixels
 from megaclip.data.source import DEFAULT_MAX_BAD_FRACTION
 from megaclip.data.sources import PairDataset
 from megaclip.data.tokenizers import Tokenizer
-from megaclip.data.workers import map_in_workers
+from megaclip.data.workers import PREFETCHED, map_in_workers
 from megaclip.errors import DataError
 from megaclip.logging import get_logger, log_once
 
@@ -47,6 +50,12 @@ def parts_of(rows: int, workers: int) -> list[slice]:
     return [slice(*pair) for pair in itertools.pairwise(edges)]
 
 
+def slots_ahead(rows: int, workers: int) -> int:
+    """Return the number of micro-batches of so many rows that workers may begin behind the one that is being taken."""
+    parts = len(parts_of(rows, workers))
+    return (parts - 1 + PREFETCHED * workers) // parts
+
+
 class TrainLoader:
     """Endless iterator over this rank's micro-batches.
 
@@ -60,8 +69,10 @@ class TrainLoader:
     max_bad_fraction: largest fraction of bad samples among those of this rank; above it, `next` raises DataError.
     shard_cache, shard_cache_bytes: folder where the ranks of a host keep remote shards, and its limit, as for
     `shard_cache.ShardCache`. Default: every sample is read by its range of bytes.
-    pin_memory: yield batches in page-locked memory, for a trainer that copies them to its GPU itself (such as
-    tools/bench_methods.py). `megaclip.engine` calls `read_into` instead.
+    slots: (S, m, 3, H, W) uint8, memory of `shared_memory.shared_pixels` for the pixels of S micro-batches of m rows. S
+    is greater than `slots_ahead(m, num_workers)`. Default: the smallest S.
+    pin_memory: yield copies in page-locked memory, for a trainer that copies them to its GPU itself (such as
+    tools/bench_methods.py). `megaclip.engine` calls `read` instead.
     """
 
     def __init__(
@@ -80,6 +91,7 @@ class TrainLoader:
         samples_consumed: int = 0,
         shard_order: str = "shuffled",
         max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION,
+        slots: Tensor | None = None,
         pin_memory: bool = False,
         shard_cache: Path | None = None,
         shard_cache_bytes: int | None = None,
@@ -88,11 +100,20 @@ class TrainLoader:
         self.samples_consumed = samples_consumed
         self.micro_batches_per_step = micro_batches_per_step
         reread_from = micro_batches_per_step if reread_from is None else reread_from
-        self.readings_per_step = 2 * micro_batches_per_step - reread_from
+        readings = [*range(micro_batches_per_step), *range(reread_from, micro_batches_per_step)]
+        self.readings_per_step = len(readings)
         """Number of micro-batches that a step yields, including those that are read again."""
         self._micro_batch_size = micro_batch_size
-        self._image_shape = (3, transform.size, transform.size)
         self._parts = parts_of(micro_batch_size, num_workers)
+        ahead = slots_ahead(micro_batch_size, num_workers)
+        if slots is None:
+            slots = shared_pixels((ahead + 1, micro_batch_size, 3, transform.size, transform.size))
+        self.slots = slots
+        """Pixels of the last `held` micro-batches and of those that are being read. Micro-batch number n, counted from
+        the start of the loader, is in slot n modulo S."""
+        self.held = len(slots) - ahead
+        """Number of micro-batches whose pixels are kept. `read` number n may overwrite those of number n - held."""
+        self._reading = 0
         self._pin_memory = pin_memory
         self._rank, self._world_size = rank, world_size
         self._taken = 0
@@ -112,8 +133,8 @@ class TrainLoader:
         elif shard_cache is not None:
             raise DataError("--shard-cache has no effect without URLs of tar shards in --train-data; leave it out")
         self._batches = map_in_workers(
-            functools.partial(_load_train, order, reader, micro_batch_size, rank, world_size),
-            _schedule(samples_consumed, self.samples_per_step, micro_batches_per_step, reread_from, self._parts),
+            functools.partial(_load_train, order, reader, slots, rank, world_size),
+            _schedule(samples_consumed, self.samples_per_step, readings, self._parts, len(slots)),
             num_workers=num_workers,
             describe_row=functools.partial(_describe_row, dataset),
         )
@@ -127,20 +148,20 @@ class TrainLoader:
         return self
 
     def __next__(self) -> TrainBatch:
-        batch = self.read_into(torch.empty(self._micro_batch_size, *self._image_shape, dtype=torch.uint8))
-        return batch.pin_memory() if self._pin_memory else batch
+        batch = self.read()
+        return batch.pin_memory() if self._pin_memory else dataclasses.replace(batch, images=batch.images.clone())
 
-    def read_into(self, images: Tensor) -> TrainBatch:
-        """Return the next micro-batch, with its pixels in `images` (b, 3, H, W) uint8."""
+    def read(self) -> TrainBatch:
+        """Return the next micro-batch, with its pixels in a slot until call number `held` after this one."""
+        images = self.slots[self._reading % len(self.slots)]
+        self._reading += 1
         read, tokens, pair_ids = set[tuple[int, int]](), list[Tensor](), list[Tensor]()
-        for rows in self._parts:
+        for _ in self._parts:
             part = next(self._batches)
             if self._taken < self.micro_batches_per_step:  # the second reading finds the same bad samples
                 self._log.add(part.bad_samples, part.reads)
             if part.fatal:
                 raise DataError(part.fatal)
-            images[rows].copy_(part.batch.images)
-            free_pages(part.batch.images)  # so that deleting them does not delay the training thread
             tokens.append(part.batch.tokens)
             pair_ids.append(part.batch.pair_ids)
             read |= part.images
@@ -211,25 +232,31 @@ def check_batch(contrastive_batch: int, order: SampleOrder | MixtureOrder) -> No
 
 
 def _schedule(
-    samples_consumed: int, step_size: int, micro_batches_per_step: int, reread_from: int, parts: list[slice]
-) -> Iterator[tuple[int, int, slice]]:
-    """Yield work items without end: (position where the step begins, number of the micro-batch in the step, rows)."""
+    samples_consumed: int, step_size: int, micro_batches: Iterable[int], parts: list[slice], slots: int
+) -> Iterator[tuple[int, int, slice, int]]:
+    """Yield work items without end: (position where the step begins, micro-batch of the step, rows, slot)."""
+    turns = itertools.cycle(range(slots))
     for start in itertools.count(samples_consumed, step_size):
-        for first in (0, reread_from):
-            for micro_batch in range(first, micro_batches_per_step):
-                yield from ((start, micro_batch, rows) for rows in parts)
+        for micro_batch, slot in zip(micro_batches, turns, strict=False):
+            yield from ((start, micro_batch, rows, slot) for rows in parts)
 
 
 def _load_train(
     order: SampleOrder | MixtureOrder,
     reader: TrainReader,
-    micro_batch_size: int,
+    slots: Tensor,
     rank: int,
     world_size: int,
-    item: tuple[int, int, slice],
+    item: tuple[int, int, slice, int],
 ) -> Loaded:
-    start, micro_batch, rows = item
-    return reader.read(*order.visit(rank_positions(start, micro_batch, micro_batch_size, rank, world_size)[rows]))
+    start, micro_batch, rows, slot = item
+    positions = rank_positions(start, micro_batch, slots.shape[1], rank, world_size)[rows]
+    return reader.read(*order.visit(positions), slots[slot, rows])
+
+
+def _load_evaluation(reader: EvaluationReader, slots: Tensor, item: tuple[np.ndarray, int]) -> Loaded:
+    ids, slot = item
+    return reader.read(ids, slots[slot])
 
 
 class EvaluationLoader:
@@ -257,6 +284,7 @@ class EvaluationLoader:
         self._reader = EvaluationReader(dataset, transform, tokenizer, by_line=by_line)
         self._advice = "" if tokenizer is None else INSPECT_ADVICE
         self._samples = len(dataset)
+        self._image_shape = (3, transform.size, transform.size)
         self._batch_size = batch_size
         self._rank = rank
         self._world_size = world_size
@@ -270,17 +298,21 @@ class EvaluationLoader:
 
     def __iter__(self) -> Iterator[EvaluationBatch | LabelledBatch]:
         log = BadSampleLog(self._max_bad_fraction, "it is left out", advice=self._advice)
-        for loaded in map_in_workers(
-            self._reader.read,
-            self._rank_ids(),
+        ahead = min(PREFETCHED * self._num_workers, len(self))
+        slots = shared_pixels((ahead + 1, self._batch_size, *self._image_shape))
+        turns = [batch % len(slots) for batch in range(len(self))]
+        results = map_in_workers(
+            functools.partial(_load_evaluation, self._reader, slots),
+            zip(self._rank_ids(), turns, strict=True),
             num_workers=self._num_workers,
             describe_row=functools.partial(_describe_row, self._dataset),
-        ):
+        )
+        for turn, loaded in zip(turns, results, strict=True):
             log.add(loaded.bad_samples, loaded.reads)
             self.bad_counts = dict(log.counts)
             if loaded.fatal:
                 raise DataError(loaded.fatal)
-            yield loaded.batch
+            yield dataclasses.replace(loaded.batch, images=slots[turn].clone())
 
     def _rank_ids(self) -> Iterator[np.ndarray]:
         for batch in range(len(self)):

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -77,11 +77,10 @@ class Loaded:
     images: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     """Digest and row in the dataset of each image of a training batch."""
 
-    def share_memory_(self) -> Loaded:
-        """Move the batch to shared memory. `map_in_workers` calls this in the worker process."""
-        if self.batch:
-            self.batch.share_memory_()
-        return self
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a worker process sends: all but the pixels, which it has written into shared memory."""
+        batch = self.batch and dataclasses.replace(self.batch, images=torch.empty(0))
+        return {**vars(self), "batch": batch}
 
 
 class TrainReader:
@@ -93,9 +92,11 @@ class TrainReader:
         self._tokenizer = tokenizer
         self._seed = seed
 
-    def read(self, ids: np.ndarray, epochs: np.ndarray) -> Loaded:
-        """Return the pairs of `ids` (b,). Each sample is augmented by (seed, its epoch, its id)."""
-        images = torch.empty(len(ids), 3, self._transform.size, self._transform.size, dtype=torch.uint8)
+    def read(self, ids: np.ndarray, epochs: np.ndarray, images: torch.Tensor) -> Loaded:
+        """Return the pairs of `ids` (b,), with their pixels written into `images` (b, 3, H, W) uint8.
+
+        Each sample is augmented by (seed, its epoch, its id).
+        """
         captions, pair_ids, bad_samples = list[str](), list[int](), list[BadSampleReport]()
         digests = set[tuple[int, int]]()
         for row, (sample_id, epoch) in enumerate(zip(ids.tolist(), epochs.tolist(), strict=True)):
@@ -195,10 +196,12 @@ class EvaluationReader:
         self._transform = transform
         self._tokenizer = tokenizer
 
-    def read(self, ids: np.ndarray) -> Loaded:
-        """Return the batch of `ids` (b,). PADDING_ID makes a padding row."""
-        size = self._transform.size
-        images = torch.zeros(len(ids), 3, size, size, dtype=torch.uint8)
+    def read(self, ids: np.ndarray, images: torch.Tensor) -> Loaded:
+        """Return the batch of `ids` (b,), with its pixels written into `images` (b, 3, H, W) uint8.
+
+        PADDING_ID makes a padding row.
+        """
+        images.zero_()
         captions, kept = [[""]] * len(ids), np.full_like(ids, PADDING_ID)
         digests, lines = torch.zeros(2, len(ids), dtype=torch.int64)
         bad_samples = list[BadSampleReport]()

@@ -7,8 +7,9 @@ training step, while the other ranks wait in a collective.
 A worker notes the row that it reads (`note_row`), so that the error can name it. It writes its Python stacks when it
 receives SIGUSR2 (`worker_stacks`).
 
-Results are passed in shared memory (/dev/shm on Linux). A worker moves them there before it puts them into torch's
-queue. The queue would drop a result that does not fit, and the main process would wait until the timeout.
+Results are passed through a pipe, as bytes. torch would move each tensor to /dev/shm, which may be full. The main
+process would connect to a thread of the worker for each of them, and wait until it gets the worker's interpreter lock.
+Pixels are too large for a pipe, so workers write them into memory that both processes share (shared_memory.py).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import contextlib
 import faulthandler
 import fcntl
 import functools
-import multiprocessing
+import io
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -27,7 +29,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -38,10 +40,8 @@ from megaclip.errors import DataError, first_line
 
 WORKER_TIMEOUT_S = 600.0
 """Largest number of seconds without a result after which a worker counts as dead."""
-SHARED_MEMORY_ADVICE = (
-    "enlarge /dev/shm (docker run --shm-size=16g), or set a smaller train_micro_batch_size_per_gpu, fewer --workers "
-    "or --workers 0"
-)
+PREFETCHED = 2
+"""Number of items that each worker may have received before their results are taken."""
 
 _STACK_SIGNAL = signal.SIGUSR2
 _STACKS_WAIT_S = 1.0
@@ -82,18 +82,18 @@ class _FunctionDataset(Dataset):
 
     def __getitem__(self, item: Any) -> Any:
         result = self._function(item)
-        if get_worker_info() is None or not hasattr(result, "share_memory_"):
+        if get_worker_info() is None:
             return result
-        try:
-            return result.share_memory_()
-        except RuntimeError as error:
-            return _SharedMemoryFull(first_line(error))
+        content = io.BytesIO()
+        _Pickler(content, pickle.HIGHEST_PROTOCOL).dump(result)
+        return content.getvalue()
 
 
-class _SharedMemoryFull(NamedTuple):
-    """Sent by a worker instead of a result that does not fit into shared memory."""
+class _Pickler(pickle.Pickler):
+    """Pickle tensors as arrays, which takes a tenth of the time of a tensor's own way."""
 
-    reason: str
+    def reducer_override(self, value: Any) -> Any:
+        return (torch.from_numpy, (value.numpy(),)) if isinstance(value, torch.Tensor) else NotImplemented
 
 
 def map_in_workers(
@@ -105,9 +105,9 @@ def map_in_workers(
 ) -> WorkerResults:
     """Return an iterator over `function(item)` for each item, in order.
 
-    `num_workers` processes compute the results ahead of time; 0 computes them in this process. Results with a method
-    `share_memory_` (tensors, `Loaded`) are moved to shared memory with it. Call this function in the main thread; any
-    one thread may then take the results.
+    `num_workers` processes compute the results ahead of time; 0 computes them in this process. When the result number n
+    is taken, at most PREFETCHED * num_workers items behind it have been passed to workers. Results are pickled. Call
+    this function in the main thread; any one thread may then take the results.
 
     describe_row: returns a description of the row that a worker has noted, for the error if it dies.
 
@@ -117,8 +117,12 @@ def map_in_workers(
     rows: Any = []
     with _start_errors(num_workers):
         if num_workers > 0:
-            context = CheckedForkContext() if sys.platform == "linux" else multiprocessing.get_context()
-            parallel = {"timeout": _timeout_s, "multiprocessing_context": context}
+            context = CheckedForkContext()
+            parallel = {
+                "timeout": _timeout_s,
+                "multiprocessing_context": context,
+                "prefetch_factor": PREFETCHED,
+            }
             rows = context.RawArray("q", [-1] * num_workers)
             _open_stack_file()
             _install_handler()
@@ -149,7 +153,7 @@ def _start_errors(num_workers: int) -> Iterator[None]:
             sys.unraisablehook = hook
         raise DataError(
             f"--workers {num_workers}: cannot start the data workers ({first_line(error)}); set fewer --workers, or "
-            "raise the limits on open files (ulimit -n), processes (ulimit -u, docker --pids-limit) and memory"
+            "raise the limits on open files (ulimit -n), processes (ulimit -u, docker --pids-limit), memory or /dev/shm"
         ) from None
 
 
@@ -174,8 +178,7 @@ class WorkerResults:
     def __next__(self) -> Any:
         """Return the next result.
 
-        Raises DataError if a worker died, hangs or found shared memory full. An exception that the function
-        raised is raised again.
+        Raises DataError if a worker died or hangs. An exception that the function raised is raised again.
         """
         global _waiting
         try:
@@ -186,8 +189,6 @@ class WorkerResults:
                 raise
             # A worker that is killed while it sends or receives causes errors of many types in this process.
             raise self._failed(error) from error
-        if isinstance(result, _SharedMemoryFull):
-            raise DataError(f"shared memory is full: a batch does not fit ({result.reason}); {SHARED_MEMORY_ADVICE}")
         return result
 
     def _take(self) -> Any:
@@ -197,7 +198,8 @@ class WorkerResults:
             if in_main_thread:
                 _waiting = self
             self._raise_death()  # raised for a worker that died before the handler could raise
-            return next(self._batches)
+            result = next(self._batches)
+            return pickle.loads(result) if self.workers else result
         finally:
             if in_main_thread:
                 _waiting = None
@@ -323,18 +325,8 @@ def _start_worker(rows: Any, number: int) -> None:
     if _stack_file is not None:
         faulthandler.register(_STACK_SIGNAL, file=_stack_file, all_threads=True)
     leave_stop_signals_to_parent()  # again, because torch has installed its own handler in the worker
-    sys.excepthook = functools.partial(_except_lost_connections, sys.excepthook)
     # Bad images are counted, so Pillow's warnings on metadata and size are not needed.
     warnings.filterwarnings("ignore", module="PIL")
-
-
-def _except_lost_connections(hook: Callable[..., Any], kind: type[BaseException], *error: Any) -> None:
-    """Print an exception of a worker's thread, unless the process that takes its results is gone.
-
-    Otherwise multiprocessing's thread that passes on shared memory would print a traceback after a rank was killed.
-    """
-    if not issubclass(kind, ConnectionError | EOFError):
-        hook(kind, *error)
 
 
 def _identity(item: Any) -> Any:

@@ -5,8 +5,8 @@ images and its embeddings, how many graphs it keeps between its passes, and the 
 run follows the plan. After its first steps it may keep more graphs (`keep_more_graphs`).
 
 A run that does not fit is refused on GPUs. On CPUs it starts with a warning, because other programs share the memory
-and may free it. On both a run is refused if shared memory is too small for its loader, or if a step's images do not fit
-where `data_offload` keeps them. With --no-plan nothing is refused; the run still uses its plan.
+and may free it. On both a run is refused if a step's images do not fit where `data_offload` keeps them. With --no-plan
+nothing is refused; the run still uses its plan.
 """
 
 import json
@@ -25,7 +25,6 @@ from megaclip.comm.collectives import gather_integers, gather_objects, raise_on_
 from megaclip.comm.groups import by_node, ranks_of_this_node, resolve
 from megaclip.comm.machine import machine_of
 from megaclip.config import MegaclipSection, TrainArguments
-from megaclip.data.workers import SHARED_MEMORY_ADVICE
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.schedule import RunLength
 from megaclip.errors import ConfigError
@@ -42,7 +41,7 @@ from megaclip.planner import (
 )
 from megaclip.planner.cluster import GPUS, describe
 from megaclip.planner.compile_estimate import check_recomputation, compile_estimate
-from megaclip.planner.memory import choose_way_of_loss, loader_bytes, store_bytes, with_kept_graphs
+from megaclip.planner.memory import choose_way_of_loss, store_bytes, with_kept_graphs
 from megaclip.planner.phases import graph_bytes
 from megaclip.planner.report import graphs_text, summary
 from megaclip.planner.workload import EvaluationSets, nvme_paths
@@ -50,7 +49,6 @@ from megaclip.step.layout import graphs_that_fit
 
 logger = get_logger(__name__)
 
-_SHARED_MEMORY = Path("/dev/shm")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -79,7 +77,6 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
     if arguments.no_plan:
         return plan
     with raise_on_all_ranks():
-        _check_shared_memory(workload, cluster.gpus_per_host)
         _check_plan(plan, workload, cluster)
     if faster := faster_run(workload, cluster):
         logger.warning("%s", faster)
@@ -218,19 +215,6 @@ def _check_plan(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> None:
     if cluster.gpu_memory or not images_fit:
         raise ConfigError(message)
     logger.warning("%s", message)
-
-
-def _check_shared_memory(workload: Workload, ranks: int) -> None:
-    """Raise ConfigError if this host's shared memory cannot hold the chunks of its loader processes."""
-    if not workload.workers or not _SHARED_MEMORY.exists():
-        return
-    needed, free = ranks * loader_bytes(workload), shutil.disk_usage(_SHARED_MEMORY).free
-    if needed > free:
-        raise ConfigError(
-            f"--workers {workload.workers}: loader processes need up to {format_bytes(needed)} of shared memory "
-            f"({_SHARED_MEMORY}) on this host, and {format_bytes(free)} are free; {SHARED_MEMORY_ADVICE} (or "
-            "--no-plan)"
-        )
 
 
 def report_peak(plan: MemoryPlan) -> None:

@@ -18,7 +18,7 @@ from megaclip.comm.collectives import gather_on_host, raise_on_all_ranks
 from megaclip.comm.groups import resolve
 from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import TrainArguments
-from megaclip.data import TrainLoader, normalised_pixels
+from megaclip.data import TrainLoader, normalised_pixels, slots_ahead
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.metrics import Metrics, StepMetrics
 from megaclip.engine.preflight import keep_more_graphs
@@ -32,7 +32,8 @@ from megaclip.planner import MemoryPlan
 from megaclip.step.batch import DeviceFeed
 from megaclip.step.caption_chunks import division_of_captions
 from megaclip.step.gradient_cache import RandomState, accumulate_gradients, running_statistics
-from megaclip.step.sample_store import WINDOW, ImageSlots, StepStore
+from megaclip.step.layout import chunks_held
+from megaclip.step.sample_store import ImageSlots, StepStore
 from megaclip.zero.build import build_engine
 from megaclip.zero.logit_scale import LogitScale, MasterScalar
 from megaclip.zero.optimizers import set_learning_rate, update
@@ -106,7 +107,12 @@ class Trainer:
         """
         arguments, inputs, plan = self.arguments, self.inputs, self.memory_plan
         batch, place, transform = self.batch, plan.image_place, inputs.train_transform
-        read_once = batch.accumulation - plan.workload.encoded_again[0]
+        again = 0 if place.keeps else plan.workload.encoded_again[0]
+        held = chunks_held(batch.accumulation, again, keeps=place.keeps)
+        slots = ImageSlots(
+            (held + slots_ahead(batch.micro_batch, arguments.workers), batch.micro_batch, 3, *2 * (transform.size,)),
+            Path(arguments.data_offload_dir or folder) if place.name == "disk" else None,
+        )
         with raise_on_all_ranks():
             loader = TrainLoader(
                 inputs.train,
@@ -114,7 +120,7 @@ class Trainer:
                 inputs.tokenizer,
                 micro_batch_size=batch.micro_batch,
                 micro_batches_per_step=batch.accumulation,
-                reread_from=batch.accumulation if place.keeps else read_once,
+                reread_from=batch.accumulation - again,
                 rank=dist.get_rank(),
                 world_size=dist.get_world_size(),
                 seed=arguments.seed,
@@ -124,13 +130,9 @@ class Trainer:
                 max_bad_fraction=arguments.max_bad_fraction,
                 shard_cache=Path(arguments.shard_cache) if arguments.shard_cache else None,
                 shard_cache_bytes=int(arguments.shard_cache_gb * 1e9) if arguments.shard_cache_gb else None,
+                slots=slots.tensor,
             )
-        number = batch.accumulation if place.keeps else min(WINDOW, loader.readings_per_step)
-        slots = ImageSlots(
-            (number, batch.micro_batch, 3, transform.size, transform.size),
-            self.engine.device,
-            Path(arguments.data_offload_dir or folder) if place.name == "disk" else None,
-        )
+        slots.lock_pages(self.engine.device)
         normalise = transform.normalise
         if plan.compiles:
             normalise = functools.partial(normalise, compute=compiled_function(normalised_pixels))
@@ -143,7 +145,6 @@ class Trainer:
             StepStore(
                 loader,
                 DeviceFeed(self.engine.device, self.engine.get_data_types()[0], normalise),
-                slots.tensor,
                 text_chunks=batch.text_chunks,
                 context_length=text.context_length,
                 divide_captions=divide_captions,

@@ -34,7 +34,7 @@ from megaclip.planner.states import States, checkpoint_bytes, gradient_bytes, st
 from megaclip.planner.towers import tower_work
 from megaclip.planner.traffic import exchange_sizes
 from megaclip.planner.workload import Workload
-from megaclip.step.layout import graphs_that_fit
+from megaclip.step.layout import chunks_held, graphs_that_fit
 
 
 @dataclass
@@ -114,8 +114,8 @@ def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
         host_memory=cluster.usable_host_memory - sum(cpu.values()),
         disk=cluster.usable_disk - (sum(nvme.values()) if cluster.nvme is None else 0.0),
     )
-    if place.keeps:
-        (cpu if place.name == "cpu" else disk)["step store"] = images
+    held = chunks_held(workload.batch.accumulation, workload.encoded_again[0], keeps=place.keeps)
+    (disk if place.name == "disk" else cpu)["step store"] = images * held / workload.batch.accumulation
     section = workload.megaclip
     plan = MemoryPlan(
         workload,
@@ -278,16 +278,22 @@ def store_bytes(workload: Workload) -> float:
 
 
 def loader_bytes(workload: Workload) -> float:
-    """Return the bytes of what one rank's loader processes prepare in shared memory: parts of training chunks, and
-    whole chunks of an evaluation. During an evaluation the prepared parts stay in memory."""
+    """Return the bytes of what one rank's loader processes prepare: the slots of training chunks that they have begun,
+    and whole chunks of an evaluation, one of them copied. During an evaluation the training chunks stay in memory."""
     sample = workload.image_bytes + 2 * workload.caption_bytes + 8  # tokens and the sample's number are int64 here
-    chunks = workload.workers * PREFETCHED_BATCHES + 1
-    rows = chunks * max(-(-workload.batch.micro_batch // max(1, workload.workers)), SMALLEST_PART)
+    rows = slots_ahead(workload) * workload.batch.micro_batch
     if workload.evaluation is not None:
         batch = workload.evaluation.batch
         longest = max(workload.evaluation.pairs, workload.evaluation.labelled)
-        rows += min(chunks, math.ceil(longest / (batch * workload.world_size))) * batch
+        chunks = math.ceil(longest / (batch * workload.world_size))
+        rows += (2 + min(workload.workers * PREFETCHED_BATCHES, chunks)) * batch
     return float(rows * sample)
+
+
+def slots_ahead(workload: Workload) -> int:
+    """Return the number of training chunks that loader processes may have begun (`megaclip.data.slots_ahead`)."""
+    parts = max(1, min(workload.workers, -(-workload.batch.micro_batch // SMALLEST_PART)))
+    return (parts - 1 + workload.workers * PREFETCHED_BATCHES) // parts
 
 
 def _sample_state_bytes(workload: Workload) -> float:

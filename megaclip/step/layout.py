@@ -17,6 +17,10 @@ LEAST_KEPT_SHARE = 0.01
 """Share of a step's graphs below which `graphs_that_fit` keeps none. They would save less than half a percent of the
 step's time."""
 
+_WINDOW = 3
+"""Number of image chunks in the step store if no images are kept: one is used, one is copied to the device, and one has
+arrived."""
+
 
 class KeptGraphs(NamedTuple):
     """Number of chunks of each tower whose graphs a step keeps from their forward pass to their backward pass: the
@@ -61,6 +65,15 @@ def graphs_that_fit(kept: int, graph_bytes: Sequence[float], free: float) -> int
     """
     fitting = sum(total <= free for total in itertools.accumulate(graph_bytes[kept:]))
     return kept + fitting if kept + fitting >= LEAST_KEPT_SHARE * len(graph_bytes) else kept
+
+
+def chunks_held(chunks: int, read_again: int, *, keeps: bool) -> int:
+    """Return the number of image chunks in a rank's step store.
+
+    chunks: image chunks of a step. read_again: number of them that the loader reads twice. keeps: whether the store
+    keeps the images of a step.
+    """
+    return chunks if keeps else min(_WINDOW, chunks + read_again)
 
 
 def _graphs(chunks: Sequence[int], trained: Sequence[bool]) -> list[int]:

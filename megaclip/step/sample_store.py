@@ -1,6 +1,8 @@
 """Store a step's samples: a thread fills the store from the loader, and both passes of the gradient cache read it.
 
-Pixels are in slots of one image chunk each (`ImageSlots`). `data_offload` decides their place and their number:
+Pixels are in slots of one image chunk each (`ImageSlots`). The loader's workers write into these slots, and the device
+copies from them. A few slots are for the chunks that the workers have begun (`data.loader.slots_ahead`). `data_offload`
+decides the place and the number of the others:
 
 - "cpu" or "disk": every chunk of the rank's share has a slot, in host memory or in a file. The second pass reads the
   slots again and frees each of them for the next step.
@@ -17,12 +19,12 @@ Shapes: n image chunks of m rows each, b = n m rows of this rank, L tokens.
 """
 
 import itertools
-import mmap
 import os
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -30,6 +32,7 @@ from torch import Tensor
 
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.data import TrainLoader
+from megaclip.data.shared_memory import shared_pixels
 from megaclip.errors import ConfigError, DataError, MegaclipError, first_line
 from megaclip.logging import format_bytes, get_logger
 from megaclip.models.packing import Pieces
@@ -38,8 +41,6 @@ from megaclip.step.caption_chunks import CaptionChunks, DivideCaptions
 
 logger = get_logger(__name__)
 
-WINDOW = 3
-"""Number of slots if no images are kept: one is used, one is copied to the device, and one is filled."""
 _POLL_S = 1.0
 """Seconds between two checks for dead worker processes while a step waits for data."""
 _JOIN_S = 2.0
@@ -47,54 +48,60 @@ _JOIN_S = 2.0
 
 
 class ImageSlots:
-    """S slots in memory or in a file until `close`: `tensor`, (S, ...) uint8. All ranks construct it together."""
+    """S slots in memory or in a file until `close`: `tensor`, (S, ...) uint8. All ranks construct it together.
 
-    def __init__(self, shape: tuple[int, ...], device: torch.device, folder: Path | None) -> None:
+    They are shared with processes that are forked later, which may write into them.
+    """
+
+    def __init__(self, shape: tuple[int, ...], folder: Path | None) -> None:
         """Reserve the slots. Raises ConfigError, on every rank, if any rank cannot reserve them.
 
         Args:
             shape: shape of `tensor`.
-            device: the device that the tensor will be copied to.
-            folder: the folder of the file. None: the slots are in memory, page-locked if the device is a GPU.
+            folder: the folder of the file. None: the slots are in memory.
         """
-        self._is_pinned = False
-        with raise_on_all_ranks():
-            try:
-                self.tensor = self._in_memory(shape, device) if folder is None else self._in_file(shape, folder)
-            except (OSError, RuntimeError) as problem:
-                size, where = format_bytes(torch.Size(shape).numel()), folder or "page-locked memory"
-                raise ConfigError(
-                    f"data offload: cannot reserve {size} in {where}: {first_line(problem)}; free space there, specify "
-                    "another folder with --data-offload-dir, or change megaclip.data_offload"
-                ) from None
+        self._folder, self._is_pinned = folder, False
+        with self._errors(torch.Size(shape).numel()):
+            self.tensor = shared_pixels(shape) if folder is None else self._in_file(shape, folder)
 
-    def _in_file(self, shape: tuple[int, ...], folder: Path) -> Tensor:
-        size = torch.Size(shape).numel()
-        with tempfile.TemporaryFile(dir=folder) as file:  # unlinked, so the system deletes it with the process
-            os.posix_fallocate(file.fileno(), 0, size)  # a full disk fails here, not by a signal during a step
-            return _tensor_in(mmap.mmap(file.fileno(), size)).view(shape)
+    def lock_pages(self, device: torch.device) -> None:
+        """Lock the pages of slots in memory if `device`, to which they will be copied, is a GPU.
 
-    def _in_memory(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        pages = mmap.mmap(-1, torch.Size(shape).numel(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        tensor = _tensor_in(pages).view(shape)
-        if device.type == "cuda":
+        All ranks call it together, after the workers have been forked: CUDA may hide locked pages from forked
+        processes. Raises ConfigError, on every rank, if any rank cannot lock them.
+        """
+        if self._folder is not None or device.type != "cuda":
+            return
+        with self._errors(self.tensor.numel()):
             # Registered, not allocated as pinned: torch's allocator would round the size up to a power of two.
-            code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
+            code = int(torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.tensor.numel(), 0))
             if code != 0:
                 raise RuntimeError(f"CUDA error {code} while locking pages")
             self._is_pinned = True
-        return tensor
+
+    @contextmanager
+    def _errors(self, size: int) -> Iterator[None]:
+        with raise_on_all_ranks():
+            try:
+                yield
+            except (OSError, RuntimeError) as problem:
+                raise ConfigError(
+                    f"data offload: cannot reserve {format_bytes(size)} in {self._folder or 'host memory'}: "
+                    f"{first_line(problem)}; free space there, specify another folder with --data-offload-dir, or "
+                    "change megaclip.data_offload"
+                ) from None
+
+    def _in_file(self, shape: tuple[int, ...], folder: Path) -> Tensor:
+        with tempfile.TemporaryFile(dir=folder) as file:  # unlinked, so the system deletes it with the process
+            # A full disk fails here, not by a signal during a step.
+            os.posix_fallocate(file.fileno(), 0, torch.Size(shape).numel())
+            return shared_pixels(shape, file.fileno())
 
     def close(self) -> None:
         """Free the memory or the file; the tensor must not be used afterwards."""
         if self._is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
         del self.tensor
-
-
-def _tensor_in(pages: mmap.mmap) -> Tensor:
-    pages.madvise(mmap.MADV_DONTFORK)  # forked data workers do not use it
-    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 class StepStore:
@@ -104,7 +111,6 @@ class StepStore:
         self,
         loader: TrainLoader,
         feed: DeviceFeed,
-        slots: Tensor,
         *,
         text_chunks: int,
         context_length: int,
@@ -113,13 +119,11 @@ class StepStore:
         """
         Args:
             loader: yields n Batches of m rows per step. It then yields the chunks again that are read twice and are not
-                kept in the slots.
-            slots: (S, m, 3, H, W) uint8 in host memory. S = n slots keep all pixels of a step; fewer slots only buffer
-                them.
+                kept in its slots. If it holds n chunks, its slots keep all pixels of a step; fewer only buffer them.
             text_chunks: number of text chunks per step.
             divide_captions: divides a step's captions into chunks.
         """
-        self._loader, self._feed, self._slots = loader, feed, slots
+        self._loader, self._feed, self._slots = loader, feed, loader.slots
         self._image_chunks, self._text_chunks = loader.micro_batches_per_step, text_chunks
         self._chunks_read_again = loader.readings_per_step - loader.micro_batches_per_step
         self._divide_captions = divide_captions
@@ -261,15 +265,15 @@ class StepStore:
             self._changed.notify_all()
 
     def _fill(self) -> None:
-        """Read chunk after chunk into the slots as they become free; runs in the background thread."""
+        """Take chunk after chunk from the loader as its slots become free; runs in the background thread."""
         try:
             for number in itertools.count():
                 with self._changed:
-                    while not self._closing and number - self._released >= len(self._slots):
+                    while not self._closing and number - self._released >= self._loader.held:
                         self._changed.wait()
                     if self._closing:
                         return
-                batch = self._loader.read_into(self._slots[number % len(self._slots)])
+                batch = self._loader.read()
                 step, chunk = divmod(number, self._loader.readings_per_step)
                 if chunk < self._image_chunks:
                     start = chunk * len(batch.tokens)

@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 
 from megaclip.data.reading import EvaluationReader, TrainReader
+from megaclip.data.shared_memory import shared_pixels
 from megaclip.errors import DataError
 from megaclip.planner import Cluster
-from megaclip.step.sample_store import ImageSlots
+from megaclip.step import sample_store
 from tests.distributed.harness import run_ranks
 from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, run_here, scalars
 from tests.tolerances import RUN, assert_close
@@ -86,12 +87,14 @@ def misbehave(fault: str, patch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def no_memory(*_: Any) -> None:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    def no_memory(shape: tuple[int, ...], file: int = -1) -> Any:
+        if file < 0:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return shared_pixels(shape, file)
 
     def little_memory() -> None:
         patch.setattr(Cluster, "usable_host_memory", 0.0)
-        patch.setattr(ImageSlots, "_in_memory", no_memory)
+        patch.setattr(sample_store, "shared_pixels", no_memory)
 
     def no_room() -> None:
         patch.setattr(Cluster, "usable_host_memory", 0.0)

@@ -25,7 +25,8 @@ def test_chunks_arrive_complete_though_their_slots_are_overwritten_at_once(place
     generator = torch.Generator().manual_seed(0)
     expected = [torch.randint(256, (64, 3, 64, 64), generator=generator, dtype=torch.uint8) for _ in range(CHUNKS)]
     folder = Path(tmp_path) if place == "disk" else None
-    slots = ImageSlots((2, 64, 3, 64, 64), torch.device("cuda", 0), folder)
+    slots = ImageSlots((2, 64, 3, 64, 64), folder)
+    slots.lock_pages(torch.device("cuda", 0))
     assert slots.tensor.is_pinned() == (place == "cpu")
 
     def chunks():

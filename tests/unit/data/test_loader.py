@@ -6,13 +6,13 @@ import itertools
 import json
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,18 +24,19 @@ from megaclip.data import (
     EvaluationLoader,
     ImageTransform,
     TrainLoader,
-    load_tokenizer,
     open_labelled,
     open_pairs,
+    slots_ahead,
 )
 from megaclip.data import loader as loader_module
 from megaclip.data import reading as reading_module
 from megaclip.data.batch import BadSample
 from megaclip.data.loader import SMALLEST_PART, parts_of
-from megaclip.data.reading import TrainReader
+from megaclip.data.shared_memory import shared_pixels
 from megaclip.data.workers import WORKER_TIMEOUT_S, map_in_workers
 from megaclip.errors import DataError
 from megaclip.planner import constants
+from megaclip.planner.memory import slots_ahead as planned_slots_ahead
 from tests.unit.data.data_samples import CountingTokenizer, pair_members, picture, write_shards, write_tar
 
 SAMPLES = 60
@@ -107,12 +108,33 @@ def test_an_epoch_has_each_sample_once_though_ranks_and_workers_change(pairs):
 
 @pytest.mark.parametrize("workers", [1, 3, 16])
 @pytest.mark.parametrize("rows", [1, 31, 33, 64, 1000, 4096])
-def test_the_parts_of_a_batch_are_its_rows_and_fit_into_the_plan_of_shared_memory(rows, workers):
+def test_the_parts_of_a_batch_are_its_rows_and_their_slots_are_planned(rows, workers):
     parts = parts_of(rows, workers)
     assert [row for part in parts for row in range(rows)[part]] == list(range(rows))
     largest = max(part.stop - part.start for part in parts)
     assert len(parts) <= workers and largest <= max(-(-rows // workers), constants.SMALLEST_PART)
     assert constants.SMALLEST_PART == SMALLEST_PART
+    workload = SimpleNamespace(workers=workers, batch=SimpleNamespace(micro_batch=rows))
+    assert planned_slots_ahead(workload) == slots_ahead(rows, workers)
+
+
+@pytest.mark.parametrize(
+    ("workers", "rows", "kept"), [(0, 3, 1), (1, 3, 1), (2, 3, 1), (3, 3, 2), (3, 1, 4), (2, 4, 3)]
+)
+def test_pixels_stay_in_their_slots_as_long_as_the_loader_holds_them(pairs, workers, rows, kept, monkeypatch):
+    """The caller keeps batches while the workers read ahead as far as they may."""
+    monkeypatch.setattr(loader_module, "SMALLEST_PART", 1)
+    settings = {"micro_batch_size": rows, "micro_batches_per_step": 12 // rows, "reread_from": 2, "seed": 5}
+    data = (pairs, ImageTransform(8, training=True), CountingTokenizer())
+    slots = shared_pixels((kept + slots_ahead(rows, workers), rows, 3, 8, 8))
+    loader, expected = TrainLoader(*data, **settings, num_workers=workers, slots=slots), TrainLoader(*data, **settings)
+    assert loader.held == kept
+    held = deque(maxlen=kept)
+    for _ in range(3 * len(slots)):
+        held.append((loader.read().images, next(expected).images))
+        time.sleep(0.02)
+        assert all(torch.equal(*images) for images in held)
+    loader.close()
 
 
 class Slow:
@@ -268,17 +290,6 @@ def test_an_exception_in_a_worker_is_not_reported_as_its_death():
         next(map_in_workers(broken, [1], num_workers=1))
     with pytest.raises(ZeroDivisionError):
         next(map_in_workers(functools.partial(divmod, 1), [0], num_workers=1))
-
-
-@pytest.mark.parametrize("tokenizer", [CountingTokenizer(), load_tokenizer("clip", 8)])
-def test_work_can_be_pickled_for_workers_that_are_not_forked(pairs, tokenizer):
-    """On systems without fork, order and reader are pickled and sent to the workers."""
-    order, reader = pairs.order(4, seed=0), TrainReader(pairs, ImageTransform(8, training=True), tokenizer, 0)
-    copied_order, copied_reader = pickle.loads(pickle.dumps((order, reader)))
-    places = np.arange(12)
-    expected, copied = reader.read(*order.visit(places)), copied_reader.read(*copied_order.visit(places))
-    assert torch.equal(expected.batch.images, copied.batch.images)
-    assert torch.equal(expected.batch.tokens, copied.batch.tokens)
 
 
 def test_a_batch_larger_than_the_dataset_is_an_error(pairs):
@@ -523,29 +534,26 @@ def test_a_worker_that_dies_during_a_training_step_is_a_data_error():
 
 
 _READ_WITH_LITTLE_SHARED_MEMORY = """
-import torch
-from megaclip.data.batch import Batch
-from megaclip.data.reading import Loaded
-from megaclip.data.workers import map_in_workers
-from megaclip.errors import DataError
+import sys
+from megaclip.data import EvaluationLoader, ImageTransform, TrainLoader, load_tokenizer, open_pairs
 
-def read(item):
-    return Loaded(Batch(torch.zeros(2**22, dtype=torch.uint8), torch.zeros(1)), [])
-
-try:
-    list(map_in_workers(read, range(9), num_workers=2))
-except DataError as error:
-    print(error)
+data = open_pairs([sys.argv[1]]), ImageTransform(224), load_tokenizer("clip", 77)
+training = TrainLoader(*data, micro_batch_size=32, num_workers=2)
+for _ in range(4):
+    next(training)
+print(sum(len(batch.images) for batch in EvaluationLoader(*data, batch_size=16, num_workers=2)))
 """
 
 
-def test_full_shared_memory_is_a_data_error_at_once():
+def test_a_small_dev_shm_is_enough(tmp_path):
+    """Containers have 64 MiB by default, and torch's way of passing tensors would fill it."""
     own_mounts = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh"]
     if not shutil.which("unshare") or subprocess.run([*own_mounts, "true"], capture_output=True).returncode:
         pytest.skip("mounting a small /dev/shm needs root on Linux")
-    command = [*own_mounts, sys.executable, "-c", _READ_WITH_LITTLE_SHARED_MEMORY]
-    (line,) = subprocess.run(command, capture_output=True, text=True, timeout=600).stdout.splitlines()
-    assert "shared memory is full" in line and "docker run --shm-size" in line
+    write_shards(tmp_path, [64])
+    command = [*own_mounts, sys.executable, "-c", _READ_WITH_LITTLE_SHARED_MEMORY, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.stdout == "64\n", done.stderr
 
 
 @pytest.mark.parametrize(

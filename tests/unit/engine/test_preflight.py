@@ -48,13 +48,10 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         host_memory: str = "900GiB",
         gpu: str = "h200",
         disk: str = "4TB",
-        shared_memory: int = 2**40,
         validation: int = 0,
     ) -> list[str]:
         machine = describe(gpu=gpu, gpus=1, gpu_memory=gpu_memory, host_memory=host_memory, disk=disk)
         inputs.validation = range(validation) or None
-        usage = SimpleNamespace(free=shared_memory)
-        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: usage)
         monkeypatch.setattr(preflight, "this_machine", lambda world_size, folder, nvme_paths: machine)
         command = ["--deepspeed_config", str(path), "--model", "ViT-L-14", "--train-data", "data", *flags]
         preflight.check_fit(parse_arguments(command), inputs)
@@ -115,29 +112,6 @@ def test_a_run_on_a_cpu_is_only_warned(start) -> None:
 def test_images_that_fit_nowhere_are_refused(start, gpu: str, gpu_memory: str | None) -> None:
     with pytest.raises(ConfigError, match=r"of disk and has 80 MiB to use.*--data-offload-dir.*\"reread\""):
         start(gpu_memory, host_memory="1GiB", disk="100MiB", gpu=gpu)
-
-
-SAMPLE = 3 * 224 * 224 + 8 * 77 + 8  # pixels, tokens and number of a sample of ViT-L-14; a chunk has 512, 74 MiB
-
-
-@pytest.mark.parametrize("gpu", ["h200", "cpu"])
-def test_shared_memory_too_small_for_the_workers_is_refused(start, gpu: str) -> None:
-    dockers = {"gpu": gpu, "shared_memory": 64 * 2**20}
-    with pytest.raises(ConfigError, match="up to 185 MiB") as refused:
-        start("139GiB" if gpu == "h200" else None, "--workers", "2", **dockers)
-    assert "docker run --shm-size" in str(refused.value) and "64 MiB are free" in str(refused.value)
-    for flags in (("--workers", "0"), ("--no-plan",)):
-        start("139GiB" if gpu == "h200" else None, *flags, **dockers)
-
-
-def test_shared_memory_holds_two_parts_a_worker_one_in_hand_and_the_evaluations(start) -> None:
-    flags = ("--workers", "3", "--eval-batch-size", "512")
-    training, evaluation = 7 * 171 * SAMPLE, 2 * 512 * SAMPLE  # three parts of a chunk; 700 pairs are two batches
-    start("139GiB", *flags, shared_memory=training)
-    start("139GiB", *flags, shared_memory=training + evaluation, validation=700)
-    for shared_memory, validation in ((training - 1, 0), (training + evaluation - 1, 700)):
-        with pytest.raises(ConfigError, match="/dev/shm"):
-            start("139GiB", *flags, shared_memory=shared_memory, validation=validation)
 
 
 @pytest.mark.parametrize(

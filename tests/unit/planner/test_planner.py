@@ -116,7 +116,7 @@ def test_an_evaluation_is_planned_beside_the_steps(tmp_path: Path) -> None:
     assert plan.gpu_phases.evaluation_towers.features == features
     assert plan.cpu["processes"] - plain.cpu["processes"] == 8 * job.workers * 0.25 * GIB
     chunk = 64 * (3 * 224 * 224 + 8 * 77 + 8)
-    assert plan.cpu["loader's chunks"] - plain.cpu["loader's chunks"] == 8 * (2 * job.workers + 1) * chunk
+    assert plan.cpu["loader's chunks"] - plain.cpu["loader's chunks"] == 8 * (2 * job.workers + 2) * chunk
     labelled = replace(job, evaluation=EvaluationSets(64, labelled=50_000))
     assert plan_memory(labelled, H200).gpu_phases.evaluation_retrieval is None
     assert advice(replace(job, evaluation=EvaluationSets(64, pairs=2**32)), H200) == []

@@ -1,28 +1,38 @@
 """The step store: every pass of a step gets its own chunks, with few and many slots, also with kept graphs."""
 
 import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from megaclip.data import TrainBatch
+from megaclip.data import ImageTransform, PairDataset, TrainBatch, TrainLoader, open_pairs, slots_ahead
 from megaclip.errors import ConfigError
 from megaclip.step.batch import DeviceFeed, Tower
 from megaclip.step.caption_chunks import CaptionChunks
 from megaclip.step.sample_store import ImageSlots, StepStore
+from tests.unit.data.data_samples import CountingTokenizer, write_shards
 
 CHUNKS, ROWS = 4, 2
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> PairDataset:
+    folder = tmp_path_factory.mktemp("pairs")
+    write_shards(folder, [300])
+    return open_pairs([str(folder)])
 
 
 class Loader:
     """Yields the chunks of every step, then those from `reread_from` on again. Pixels and tokens are sample numbers.
 
-    taken: number of chunks taken from the loader.
+    taken: number of chunks taken from the loader. A chunk's slot is overwritten as early as `TrainLoader.held` allows.
     """
 
-    def __init__(self, reread_from: int) -> None:
+    def __init__(self, reread_from: int, held: int) -> None:
+        self.held, self.slots = held, torch.empty(held, ROWS, 1, 1, 1, dtype=torch.uint8)
         self.samples_consumed, self.bad_counts, self.taken = 0, {}, 0
         self.micro_batches_per_step, self.readings_per_step = CHUNKS, 2 * CHUNKS - reread_from
         self._batches = self._all(reread_from)
@@ -34,9 +44,10 @@ class Loader:
                 self.taken += 1
                 yield TrainBatch(numbers.to(torch.uint8).view(ROWS, 1, 1, 1), numbers.view(ROWS, 1), numbers)
 
-    def read_into(self, images: torch.Tensor) -> TrainBatch:
+    def read(self) -> TrainBatch:
+        slot = self.slots[self.taken % self.held]
         batch = next(self._batches)
-        images.copy_(batch.images)
+        slot.copy_(batch.images)
         return batch
 
     def check_workers(self) -> None: ...
@@ -53,12 +64,9 @@ def read(store: StepStore, tower: Tower, read_once: int, *, again: bool) -> list
     return [int(number) for chunk in chunks for number in chunk.flatten()]
 
 
-def open_store(loader: Loader, slots: int) -> StepStore:
+def open_store(loader: Loader) -> StepStore:
     feed = DeviceFeed(torch.device("cpu"), torch.float32, lambda pixels, dtype: pixels.to(dtype))
-    tensor = torch.empty(slots, ROWS, 1, 1, 1, dtype=torch.uint8)
-    return StepStore(
-        loader, feed, tensor, text_chunks=CHUNKS // 2, context_length=1, divide_captions=CaptionChunks.whole
-    )
+    return StepStore(loader, feed, text_chunks=CHUNKS // 2, context_length=1, divide_captions=CaptionChunks.whole)
 
 
 @pytest.mark.timeout(60)
@@ -76,7 +84,7 @@ def open_store(loader: Loader, slots: int) -> StepStore:
     ],
 )
 def test_every_pass_gets_its_chunks(slots: int, reread_from: int, read_once: tuple[int, ...]) -> None:
-    with open_store(Loader(reread_from), slots) as store:
+    with open_store(Loader(reread_from, slots)) as store:
         for step, images in enumerate(read_once):
             texts = step % 3  # of two text chunks
             assert read(store, Tower.IMAGE, images, again=False) == numbers_of(step, 0)
@@ -91,8 +99,8 @@ def test_every_pass_gets_its_chunks(slots: int, reread_from: int, read_once: tup
 def test_slots_of_chunks_that_are_read_once_are_free_in_the_first_pass() -> None:
     """Then the loader can read the next step while the other chunks wait for their second pass."""
     for read_once in (0, 3):
-        loader = Loader(CHUNKS)
-        with open_store(loader, CHUNKS) as store:
+        loader = Loader(CHUNKS, CHUNKS)
+        with open_store(loader) as store:
             assert read(store, Tower.IMAGE, read_once, again=False) == numbers_of(0, 0)
             while loader.taken < CHUNKS + read_once:
                 store._thread.join(0.01)
@@ -100,9 +108,34 @@ def test_slots_of_chunks_that_are_read_once_are_free_in_the_first_pass() -> None
             assert loader.taken == CHUNKS + read_once
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("held", "reread_from", "kept"), [(4, 4, 0), (4, 4, 1), (3, 0, 0), (3, 2, 3), (3, 4, 4), (1, 4, 4)]
+)
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_workers_do_not_overwrite_slots_that_a_pass_still_reads(pairs, tmp_path, held, reread_from, kept, on_disk):
+    """Each chunk is used slowly, so that the workers read ahead as far as they may."""
+    data = (pairs, ImageTransform(8, training=True), CountingTokenizer())
+    settings = {"micro_batch_size": 40, "micro_batches_per_step": CHUNKS}
+    slots = ImageSlots((held + slots_ahead(40, 2), 40, 3, 8, 8), tmp_path if on_disk else None)
+    loader = TrainLoader(*data, **settings, reread_from=reread_from, num_workers=2, slots=slots.tensor)
+    feed = DeviceFeed(torch.device("cpu"), torch.uint8, lambda pixels, _: pixels)
+    expected = TrainLoader(*data, **settings)
+    with StepStore(loader, feed, text_chunks=1, context_length=2, divide_captions=CaptionChunks.whole) as store:
+        for _ in range(2):
+            step = [next(expected).images for _ in range(CHUNKS)]
+            for again, chunks in ((False, step), (True, step[kept:])):
+                passed = store.chunks(Tower.IMAGE, read_once=kept, again=again)
+                for pixels, wanted in zip(passed, chunks, strict=True):
+                    time.sleep(0.02)
+                    assert torch.equal(pixels, wanted)
+            store.next_step()
+    slots.close()
+
+
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_slots_return_what_is_written_and_leave_no_file(on_disk, tmp_path):
-    slots = ImageSlots((3, 2, 3, 5, 5), torch.device("cpu"), tmp_path if on_disk else None)
+    slots = ImageSlots((3, 2, 3, 5, 5), tmp_path if on_disk else None)
     pixels = torch.randint(256, (3, 2, 3, 5, 5), dtype=torch.uint8)
     slots.tensor.copy_(pixels)
     assert torch.equal(slots.tensor, pixels) and list(tmp_path.iterdir()) == []
@@ -111,4 +144,4 @@ def test_slots_return_what_is_written_and_leave_no_file(on_disk, tmp_path):
 
 def test_slots_that_cannot_be_reserved_are_one_error(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot reserve 0\.0 MiB in .*gone.*--data-offload-dir"):
-        ImageSlots((1, 1, 3, 5, 5), torch.device("cpu"), Path(tmp_path / "gone"))
+        ImageSlots((1, 1, 3, 5, 5), Path(tmp_path / "gone"))
