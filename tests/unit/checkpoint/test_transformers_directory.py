@@ -1,24 +1,37 @@
 """Models that transformers has saved are imported, trained and exported with the features of transformers."""
 
+import io
 import json
+import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from megaclip.checkpoint import transformers_directory
 from megaclip.checkpoint.manifest import MANIFEST
-from megaclip.checkpoint.model_card import read_model_card
+from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, read_model_card, write_model_card
 from megaclip.checkpoint.open_clip_directory import export_checkpoint, import_weights
 from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights, write_weights
+from megaclip.checkpoint.verify import TOLERANCE, verify_transformers
+from megaclip.commands import export_open_clip
+from megaclip.data import ImageTransform, load_tokenizer
+from megaclip.data.sentencepiece_training import train_sentencepiece
+from megaclip.data.tokenizers import ClipTokenizer, SentencePieceTokenizer
+from megaclip.engine.transformers_tokenizer import write_transformers_tokenizer
 from megaclip.errors import MegaclipError
 from megaclip.losses import ClipLoss, SigLipLoss
-from megaclip.models import DualEncoder
-from megaclip.models.transformers_config import FIELDS
+from megaclip.models import DualEncoder, build_model, load_model_config, meta_model
+from megaclip.models.descriptions import describe
+from megaclip.models.transformers_config import ANY_TOKENIZER, FIELDS, config_of, read_card
+from megaclip.models.transformers_keys import to_transformers
 from megaclip.open_clip_package import import_torchvision
 
 import_torchvision()
@@ -248,3 +261,169 @@ def test_what_cannot_be_read_exactly_is_one_line_and_nothing_is_written(case, cl
     with pytest.raises(MegaclipError, match=message) as error:
         import_weights(tmp_path / "saved", tmp_path / "out", None)
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+NEUTRAL = {
+    "text_config__top_k": 50,
+    "text_config__is_decoder": False,
+    "vision_config__id2label": {"0": "a"},
+    "vision_config__dropout": 0.0,
+    "text_config__prefix": None,
+    "initializer_factor": 2.0,
+}
+
+
+def test_a_full_old_configuration_gives_the_same_model(clip_directory, tmp_path):
+    """Old files repeat each section under another name, which replaces it, and hold fields of text generation."""
+    shutil.copytree(clip_directory, tmp_path / "saved")
+    expected = read_card(clip_directory / CONFIG)
+    changed(CONFIG, **NEUTRAL)(tmp_path / "saved")
+    sections = json.loads((tmp_path / "saved" / CONFIG).read_text())
+    old = {f"{name}_dict": sections[name] for name in ("text_config", "vision_config")}
+    changed(CONFIG, text_config={"hidden_size": 64}, vision_config=None, **old)(tmp_path / "saved")
+    assert read_card(tmp_path / "saved" / CONFIG) == expected
+
+
+PROCESSORS: dict[str, tuple[str, dict[str, Any], tuple[str, str]]] = {
+    "CLIP": ("CLIP", {}, ("shortest", "bicubic")),
+    "old CLIP": ("CLIP", {"size": 32, "crop_size": 32, "resample": 2}, ("shortest", "bilinear")),
+    "squashed": ("CLIP", {"size": {"height": 32, "width": 32}, "do_center_crop": False}, ("squash", "bicubic")),
+    "not normalised": ("CLIP", {"do_normalize": False, "size": 32, "crop_size": 32}, ("shortest", "bicubic")),
+    "SigLIP": ("SigLIP", {}, ("squash", "bicubic")),
+}
+
+
+@pytest.mark.parametrize("case", PROCESSORS)
+def test_pixels_of_an_imported_processor_and_its_export_are_transformers(case, tmp_path):
+    name, values, (mode, interpolation) = PROCESSORS[case]
+    saved(name, tmp_path / "saved")
+    kind = transformers.CLIPImageProcessorPil if name == "CLIP" else transformers.SiglipImageProcessorPil
+    square = {"height": 32, "width": 32}
+    size = {"size": {"shortest_edge": 32}, "crop_size": square} if name == "CLIP" else {"size": square}
+    theirs = kind(**{**size, **values})
+    theirs.save_pretrained(tmp_path / "saved")
+    card = read_model_card(tmp_path / "saved")
+    assert (card.preprocess_cfg["resize_mode"], card.preprocess_cfg["interpolation"]) == (mode, interpolation)
+    export_checkpoint(tmp_path / "saved", tmp_path / "out", None, formats=["transformers"])
+    again = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out", backend="pil")
+    transform = ImageTransform(card.config.vision_cfg.image_size, **card.pixel_settings)
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((64, 72), (90, 80), (32, 32)):
+        picture = Image.fromarray(torch.randint(256, (*shape, 3), dtype=torch.uint8, generator=generator).numpy())
+        picture.save(file := io.BytesIO(), "PNG")
+        expected = theirs(picture, return_tensors="pt").pixel_values
+        torch.testing.assert_close(transform.normalise(transform(file.getvalue())[None]), expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(again(picture, return_tensors="pt").pixel_values, expected, rtol=0, atol=1e-6)
+
+
+def own_model(directory: Path, **text: Any) -> None:
+    """Write a small model of MegaCLIP's towers with CLIP's tokenizer, or that of `text`."""
+    description = {
+        **{"embed_dim": 24, "quick_gelu": True},
+        "vision_cfg": {"image_size": 32, "patch_size": 8, "layers": 2, "width": 32, "head_width": 8},
+        "text_cfg": {"context_length": 16, "width": 32, "heads": 4, "layers": 2, **text},
+    }
+    config = describe(description, "test")
+    directory.mkdir()
+    write_model_card(directory, config, OPENAI_PREPROCESS)
+    write_weights(directory, dict(build_model(config).named_weights()), config)
+
+
+def test_both_formats_in_one_folder_are_verified_and_uploaded(tmp_path, monkeypatch, capsys):
+    own_model(tmp_path / "own")
+    calls = []
+    api = SimpleNamespace(
+        create_repo=lambda name, **options: calls.append((name, options)),
+        upload_folder=lambda repo_id, folder_path: calls.append((repo_id, sorted(os.listdir(folder_path)))) or "URL",
+    )
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: api)
+    flags = ["--format", "both", "--verify", "--push-to-hub", "me/model"]
+    monkeypatch.setattr(sys, "argv", ["export", str(tmp_path / "own"), str(tmp_path / "out"), *flags])
+    export_open_clip.main()  # exits if a library's features, pixels or tokens differ
+    printed = capsys.readouterr().out
+    for library in ("open_clip", "transformers"):
+        assert f"export_captions_differing {library} 0 of 6" in printed
+    assert calls[0] == ("me/model", {"private": True, "exist_ok": True}) and "uploaded to URL" in printed
+    assert {"config.json", "model.safetensors", "open_clip_config.json", "open_clip_model.safetensors"} <= set(
+        calls[1][1]
+    )
+    processor = transformers.AutoProcessor.from_pretrained(tmp_path / "out")
+    tokens = processor(text=["a photo of a cat"], return_tensors="pt").input_ids
+    assert tokens.tolist() == [[49406, 320, 1125, 539, 320, 2368, 49407]]
+    again = import_weights(tmp_path / "out", tmp_path / "again", None)
+    assert again.complete and read_model_card(tmp_path / "again").config == read_model_card(tmp_path / "own").config
+
+
+def test_verify_finds_another_model_processor_and_tokenizer(tmp_path):
+    own_model(tmp_path / "own")
+    card = read_model_card(tmp_path / "own")
+    export_checkpoint(
+        tmp_path / "own", tmp_path / "out", None, formats=["transformers"], write_tokenizer=write_transformers_tokenizer
+    )
+    model, tokenize = loaded(tmp_path / "own"), ClipTokenizer(16)
+    transform = ImageTransform(32, **card.pixel_settings)
+
+    def difference(**arguments: Any) -> float:
+        given = {"captions": ["a cat"], "pixels": lambda file: transform.normalise(transform(file)[None])[0]}
+        return verify_transformers(tmp_path / "out", model, **{"tokenize": tokenize, **given, **arguments})
+
+    assert difference().passed
+    shifted = ImageTransform(32, **{**card.pixel_settings, "interpolation": "bilinear"})
+    assert not difference(pixels=lambda file: shifted.normalise(shifted(file)[None])[0]).passed
+    assert difference(tokenize=lambda captions: tokenize([f"{one} s" for one in captions])).captions_differing == 1
+    changed(CONFIG, vision_config__hidden_act="gelu")(tmp_path / "out")
+    assert difference().max_abs_diff > TOLERANCE
+
+
+@pytest.mark.parametrize("clean", ["whitespace", "lower", "canonicalize"])
+def test_cleaning_of_captions_is_part_of_the_exported_tokenizer(clean, tmp_path):
+    captions = [f"two dogs {word} in the snow" for word in ("playing", "run", "sleep", "sit", "jump")]
+    train_sentencepiece(captions, tmp_path / "spm.model", vocab_size=60, model_type="unigram")
+    text = {"hf_tokenizer_name": ANY_TOKENIZER, "pool_type": "eos", "eos_id": 3, "vocab_size": 60}
+    own_model(tmp_path / "own", **text, tokenizer_kwargs={"clean": clean})
+    SentencePieceTokenizer(tmp_path / "spm.model", 16).write_open_clip(tmp_path / "own")
+    export_checkpoint(
+        tmp_path / "own", tmp_path / "out", None, formats=["transformers"], write_tokenizer=write_transformers_tokenizer
+    )
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    captions = ["Two DOGS,   playing_in the snow!", "a (small) cat", ""]
+    found = theirs(captions, padding="max_length", truncation=True, max_length=16, return_tensors="pt").input_ids
+    assert torch.equal(found, load_tokenizer(str(tmp_path / "own"), 16, options={"clean": clean})(captions))
+
+
+REFUSED_EXPORTS = {
+    "ViT-B-16-SigLIP-i18n-256": None,
+    "ViT-SO400M-14-SigLIP2-378": None,
+    "ViT-H-14-378-quickgelu": None,
+    "xlm-roberta-base-ViT-B-32": "text_cfg.hf_model_name xlm-roberta-base: ",
+    "RN50": r"vision_cfg.layers \[3, 4, 6, 3\]",
+    "convnext_base": "vision_cfg.timm_model_name convnext_base: ",
+    "ViT-H-14-CLIPA": "vision_cfg.no_ln_pre true",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_EXPORTS)
+def test_a_preset_is_exportable_or_the_setting_is_named(name):
+    description = load_model_config(name).to_open_clip()
+    if REFUSED_EXPORTS[name] is None:
+        with torch.device("meta"):
+            config = config_of(description)
+            theirs = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(**config)).state_dict()
+        ours = to_transformers(dict(meta_model(load_model_config(name)).named_weights()))
+        assert {key: value.shape for key, value in ours.items()} == {key: value.shape for key, value in theirs.items()}
+    else:
+        with pytest.raises(MegaclipError, match=REFUSED_EXPORTS[name]):
+            config_of(description)
+
+
+def test_settings_of_training_are_in_the_readme_and_names_of_data_only_if_asked():
+    state = {
+        **{"step": 300, "samples_consumed": 76800, "global_batch": 256, "optimizer": "AdamW", "data": {"samples": 9}},
+        "settings": {
+            "arguments": {"train_data": ["s3://private/{00..99}.tar"], "lr_scheduler": "cosine"},
+            "ds_config": {"megaclip": {"loss": "clip"}, "optimizer": {"params": {"lr": 0.002}}},
+        },
+    }
+    text = transformers_directory.readme(["open_clip", "transformers"], state, data_names=False)
+    assert "| samples seen | 76800 |" in text and "| lr | 0.002 |" in text and "private" not in text
+    assert "s3://private" in transformers_directory.readme(["open_clip"], state, data_names=True)
