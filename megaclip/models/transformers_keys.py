@@ -45,6 +45,13 @@ _SIGLIP_IMAGE = {
     "visual.trunk.attn_pool.norm.": "vision_model.head.layernorm.",
     "visual.trunk.attn_pool.mlp.": "vision_model.head.mlp.",
 }
+_OWN_POOLING = {  # of MegaCLIP's own towers; q, k and v have no names in transformers, which stacks them
+    "visual.attn_pool.latent.": "vision_model.head.probe.",
+    "visual.attn_pool.attn.out_proj.": "vision_model.head.attention.out_proj.",
+    "visual.attn_pool.ln_2.": "vision_model.head.layernorm.",
+    "visual.attn_pool.mlp.c_fc.": "vision_model.head.mlp.fc1.",
+    "visual.attn_pool.mlp.c_proj.": "vision_model.head.mlp.fc2.",
+}
 _TEXT = {
     "text.token_embedding.": "text_model.embeddings.token_embedding.",
     "text.positional_embedding.": "text_model.embeddings.position_embedding.weight.",
@@ -88,15 +95,15 @@ def transformers_name(name: str) -> str | None:
     name: MegaCLIP's, such as `visual.transformer.resblocks.0.attn.q_proj`, also with a suffix such as `.lora_A.weight`;
     a projection that is not stacked.
     """
-    tables = _CLIP_IMAGE | _SIGLIP_IMAGE | _TEXT | _BERT
+    tables = _CLIP_IMAGE | _SIGLIP_IMAGE | _OWN_POOLING | _TEXT | _BERT
     return name if name in SCALARS else _renamed(name, tables)
 
 
 def to_transformers(state_dict: StateDict, *, patches_are_linear: bool = False) -> StateDict:
-    """Return the state dict of a model with transformers' names and layouts.
+    """Return open_clip's state dict of a model with transformers' names and layouts.
 
     Args:
-        state_dict: MegaCLIP's names, of its own towers or of open_clip's modules, or open_clip's names.
+        state_dict: open_clip's names, with the text tower under `text.` or not.
         patches_are_linear: for `Siglip2Model`.
 
     Raises:

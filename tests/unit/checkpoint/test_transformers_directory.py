@@ -30,6 +30,7 @@ from megaclip.errors import MegaclipError
 from megaclip.losses import ClipLoss, SigLipLoss
 from megaclip.models import DualEncoder, build_model, load_model_config, meta_model
 from megaclip.models.descriptions import describe
+from megaclip.models.open_clip_keys import to_open_clip
 from megaclip.models.transformers_config import ANY_TOKENIZER, FIELDS, config_of, read_card
 from megaclip.models.transformers_keys import to_transformers
 from megaclip.open_clip_package import import_torchvision
@@ -409,7 +410,8 @@ def test_a_preset_is_exportable_or_the_setting_is_named(name):
         with torch.device("meta"):
             config = config_of(description)
             theirs = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(**config)).state_dict()
-        ours = to_transformers(dict(meta_model(load_model_config(name)).named_weights()))
+        model = meta_model(load_model_config(name))
+        ours = to_transformers(to_open_clip(dict(model.named_weights()), model.config))
         assert {key: value.shape for key, value in ours.items()} == {key: value.shape for key, value in theirs.items()}
     else:
         with pytest.raises(MegaclipError, match=REFUSED_EXPORTS[name]):
