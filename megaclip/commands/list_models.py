@@ -3,6 +3,9 @@
     megaclip models                      # all, as the table of docs/models.md
     megaclip models RN50 ViT-B-32        # some
 
+The last column is transformers' class to which `megaclip export --format transformers` exports the model, or the
+setting that no class has.
+
 A model is listed as running if its towers can be built and run a forward and a backward pass on the meta device, where
 tensors have shapes but no values.
 """
@@ -14,7 +17,10 @@ from importlib import metadata
 from megaclip.commands.argument_types import CommandParser
 from megaclip.errors import ConfigError, MegaclipError
 
-HEADER = "| model | towers | parameters, M | text length | tokenizer |\n| --- | --- | --- | --- | --- |\n"
+HEADER = (
+    "| model | towers | parameters, M | text length | tokenizer | export to transformers |\n"
+    "| --- | --- | --- | --- | --- | --- |\n"
+)
 OWN, OPEN_CLIP = "MegaCLIP", "open_clip"
 
 
@@ -59,6 +65,7 @@ def row(name: str) -> str:
     import torch
 
     from megaclip.models import ModelConfig, load_model_config, meta_model
+    from megaclip.models.transformers_config import config_of
     from megaclip.planner.tower_costs import trace_tower
 
     try:
@@ -67,11 +74,15 @@ def row(name: str) -> str:
         for tower in ("image", "text"):
             trace_tower(model, tower, samples=2)
     except MegaclipError as error:
-        return f"| {name} | refused: {str(error).removeprefix(f'{name}: ').partition(';')[0]} | | | |\n"
+        return f"| {name} | refused: {str(error).removeprefix(f'{name}: ').partition(';')[0]} | | | | |\n"
     except (RuntimeError, NotImplementedError) as error:  # a library cannot trace the model on the meta device
-        return f"| {name} | refused: {type(error).__name__}: {str(error).splitlines()[0]} | | | |\n"
+        return f"| {name} | refused: {type(error).__name__}: {str(error).splitlines()[0]} | | | | |\n"
     towers = OWN if isinstance(config, ModelConfig) else OPEN_CLIP
     parameters = sum(parameter.numel() for parameter in model.parameters() if isinstance(parameter, torch.Tensor))
     text = config.text_cfg
     tokenizer = text.hf_tokenizer_name or "CLIP's"
-    return f"| {name} | {towers} | {parameters / 1e6:,.1f} | {text.context_length} | {tokenizer} |\n"
+    try:
+        target = config_of(config.to_open_clip())["architectures"][0]
+    except ConfigError as error:
+        target = f"no: {str(error).rpartition(': ')[0]}"
+    return f"| {name} | {towers} | {parameters / 1e6:,.1f} | {text.context_length} | {tokenizer} | {target} |\n"
