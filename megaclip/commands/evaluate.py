@@ -67,12 +67,6 @@ def evaluate_saved(arguments: argparse.Namespace) -> None:
             if arguments.pictures is not None:
                 prepare_folder(arguments.pictures)
     loaded = load_saved_model(arguments.model, tag=arguments.tag, tokenizer=arguments.tokenizer, ema=arguments.ema)
-    checksum = ""
-    if arguments.suite is not None:
-        from megaclip.commands.evaluate_suite import evaluate_suite, model_checksum
-
-        if group_rank() == 0 and arguments.json is not None:
-            checksum = model_checksum(loaded, arguments.precision)
     with raise_on_all_ranks():
         pairs, labelled = open_data(arguments)
     require_equal({"--val-data": data_text(pairs), "--zeroshot-data": data_text(labelled)})
@@ -86,7 +80,9 @@ def evaluate_saved(arguments: argparse.Namespace) -> None:
         cut_captions=loaded.model.cut_captions,
     )
     if arguments.suite is not None:
-        evaluate_suite(arguments, loaded, checksum, encode)
+        from megaclip.commands.evaluate_suite import evaluate_suite
+
+        evaluate_suite(arguments, loaded, encode)
         return
     result, left_out = evaluate_datasets(
         encode,
@@ -138,12 +134,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--workers", type=integer(0), default=DEFAULT_WORKERS, help="number of data worker processes per rank"
     )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="also write the scores to this file, from which --suite resumes",
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the scores to a file; --suite resumes from it")
     parser.add_argument(
         "--pictures", type=Path, metavar="FOLDER", help="write similarity.png and retrieval.png to this folder"
     )

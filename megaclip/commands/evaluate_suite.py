@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,7 +27,7 @@ from megaclip.engine.saved_model import SavedModel
 from megaclip.errors import REFUSED_EXIT_CODE, ConfigError, DataError, public
 from megaclip.evaluation.encoder import Encode
 from megaclip.evaluation.items import ItemSet
-from megaclip.evaluation.suite import Task, TaskScorer, datacomp_keys, find_tasks, open_task
+from megaclip.evaluation.suite import DATACOMP_TASKS, Task, TaskScorer, find_tasks, open_task
 from megaclip.files import write_atomically
 
 _FORMAT = 1
@@ -37,38 +36,30 @@ Line = dict[str, Any]
 """Line of the results file."""
 
 
-def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, model_checksum: str, encode: Encode) -> None:
+def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, encode: Encode) -> None:
     """Evaluate all tasks that have no result yet, and report. Every rank must call it.
 
     Raises:
         DataError: on every rank, after the report, if a task could not be evaluated.
         ConfigError: the results file is another file.
     """
+    lines: dict[str, Line] = {}
+    checksums: dict[str, str] = {}
     with raise_on_all_ranks():
         tasks = find_tasks(arguments.suite)
+        counted = [task for task in tasks if task.is_counted]
+        if group_rank() == 0 and arguments.json is not None:
+            of_model = _model_checksum(model, arguments.precision)
+            checksums = {task.key: _checksum(task, of_model) for task in counted}
+            lines = _kept(arguments.json, checksums)
     keys = [task.key for task in tasks]
     require_equal({"--suite": f"tasks {', '.join(keys)}"})
-    counted = [task for task in tasks if task.is_counted]
+    lines, errors = gather_objects(lines)[0], dict[str, str]()
 
     def progress(batches: Iterable[Any], name: str) -> Iterable[Any]:
         return tqdm(batches, name, unit="batch", leave=False, disable=True if group_rank() else None)
 
-    scorer = TaskScorer(
-        encode,
-        model.transform,
-        model.tokenizer,
-        batch_size=arguments.batch_size,
-        num_workers=arguments.workers,
-        progress=progress,
-    )
-    lines: dict[str, Line] = {}
-    checksums: dict[str, str] = {}
-    with raise_on_all_ranks():
-        if group_rank() == 0:
-            checksums = {task.key: _checksum(task, model_checksum) for task in counted}
-            lines = _kept(arguments.json, checksums)
-    lines = gather_objects(lines)[0]
-    errors: dict[str, str] = {}
+    scorer = TaskScorer(encode, model.transform, model.tokenizer, arguments.batch_size, arguments.workers, progress)
     for task in counted:
         if task.key in lines:
             continue
@@ -79,22 +70,15 @@ def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, model_check
                 data = open_task(task)
             text = f"{len(data)} images, {data.items}" if isinstance(data, ItemSet) else data_text(data)
             require_equal({f"the task {task.key}": hashlib.sha256(text.encode()).hexdigest()[:8]})
-            result = scorer.score(task, data)
+            lines[task.key] = {**scorer.score(task, data), "checksum": checksums.get(task.key)}
         except DataError as error:
             errors[task.key] = str(error)
             continue
-        lines[task.key] = {
-            "key": task.key,
-            "dataset": task.dataset,
-            "metrics": result.metrics,
-            "metric": result.main_metric,
-            "samples": result.samples,
-            "bad_samples": result.bad_samples,
-            "checksum": checksums.get(task.key),
-        }
         with raise_on_all_ranks():
             if group_rank() == 0 and arguments.json is not None:
-                _write(arguments.json, [lines[key] for key in keys if key in lines])
+                with writing(arguments.json):
+                    text = "".join(f"{json.dumps(lines[key])}\n" for key in keys if key in lines)
+                    write_atomically(arguments.json, public(text))
     if group_rank() == 0:
         _report(tasks, lines, errors, as_markdown=arguments.markdown)
     if errors:
@@ -103,12 +87,12 @@ def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, model_check
         raise failure
 
 
-def model_checksum(model: SavedModel, precision: str) -> str:
+def _model_checksum(model: SavedModel, precision: str) -> str:
     """Return a checksum of the weights, the preprocessing, the tokenizer and the precision."""
     sums = hashlib.sha256(repr((_FORMAT, precision, model.transform, model.tokenizer.identity)).encode())
     for name, value in model.model.state_dict().items():
         sums.update(name.encode())
-        sums.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        sums.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return sums.hexdigest()
 
 
@@ -117,20 +101,17 @@ def _checksum(task: Task, model: str) -> str:
     sums = hashlib.sha256(model.encode())
     for place, folders, files in os.walk(task.folder, followlinks=True):
         folders[:] = sorted(folder for folder in folders if folder != INDEX_FOLDER)
-        for name in sorted(files):
-            path = os.path.join(place, name)
+        for path in sorted(os.path.join(place, name) for name in files):
             if os.path.exists(path):
                 facts = os.stat(path)
                 sums.update(f"{os.path.relpath(path, task.folder)}/{facts.st_size}/{facts.st_mtime_ns}\n".encode())
     return sums.hexdigest()[:16]
 
 
-def _kept(path: Path | None, checksums: dict[str, str]) -> dict[str, Line]:
+def _kept(path: Path, checksums: dict[str, str]) -> dict[str, Line]:
     """Return the lines of the results file whose checksum is right, by key. Raises ConfigError for another file."""
-    if path is None or not path.exists():
-        return {}
     try:
-        found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
         return {line["key"]: line for line in found if line["checksum"] == checksums.get(line["key"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -138,43 +119,33 @@ def _kept(path: Path | None, checksums: dict[str, str]) -> dict[str, Line]:
         ) from error
 
 
-def _write(path: Path, lines: list[Line]) -> None:
-    with writing(path):
-        write_atomically(path, "".join(f"{public(json.dumps(line))}\n" for line in lines))
-
-
 def _report(tasks: list[Task], lines: dict[str, Line], errors: dict[str, str], *, as_markdown: bool) -> None:
     """Print the table, the averages, and what is missing."""
-    rows = [("task", "metric", "score", "samples")]
-    for task in tasks:
-        if line := lines.get(task.key):
-            value = line["metrics"]["main_metric"]
-            score = "-" if value is None or math.isnan(value) else f"{100 * value:.2f}"
-            rows.append((line["dataset"], line["metric"], score, f"{line['samples']:,}"))
-    averages = [("average", list(lines)), ("average of DataComp", [task.key for task in tasks if task.is_datacomp])]
-    for name, keys in averages:
-        values = [lines[key]["metrics"]["main_metric"] for key in keys if key in lines]
+    found = [lines[task.key] for task in tasks if task.key in lines]
+    rows = [["task", "metric", "score", "samples"], *([["---", "---", "---:", "---:"]] if as_markdown else [])]
+    for line in found:
+        value = line["metrics"]["main_metric"]
+        score = "-" if value is None else f"{100 * value:.2f}"
+        rows.append([line["dataset"], line["metric"], score, f"{line['samples']:,}"])
+    datacomp = [key for key, settings in DATACOMP_TASKS.items() if settings.get("main_metric", "") is not None]
+    for name, keys in (("average", list(lines)), ("average of DataComp", datacomp)):
+        values = [line["metrics"]["main_metric"] for line in found if line["key"] in keys]
         values = [value for value in values if value is not None]
         if values:
-            rows.append((name, f"{len(values)} tasks", f"{100 * sum(values) / len(values):.2f}", ""))
+            rows.append([name, f"{len(values)} tasks", f"{100 * sum(values) / len(values):.2f}", ""])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print()
-    for number, row in enumerate(rows):
-        name, metric = (cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True))
-        score, samples = (cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True))
-        cells = [name, metric, score, samples]
-        print(f"| {' | '.join(cells)} |" if as_markdown else "  ".join(cells))
-        if as_markdown and number == 0:
-            print(f"| {'-' * widths[0]} | {'-' * widths[1]} | {'-' * (widths[2] - 1)}: | {'-' * (widths[3] - 1)}: |")
+    for row in rows:
+        cells = [f"{row[k]:{'<' if k < 2 else '>'}{width}}" for k, width in enumerate(widths)]
+        print(f"| {' | '.join(cells)} |" if as_markdown else "  ".join(cells).rstrip())
     print()
-    for key, line in lines.items():
+    for line in found:
         for kind, count in line["bad_samples"].items():
-            print(f"left out: {count} of {key} ({kind})")
-    for task in tasks:
-        if not task.is_counted:
-            print(f"not evaluated: {task.key}: DataComp has no main metric for it")
-    missing = [key for key in datacomp_keys() if key not in {task.key for task in tasks}]
-    if any(task.is_datacomp for task in tasks) and missing:
-        print(f"not in the folder: {len(missing)} of DataComp's {len(datacomp_keys())} tasks: {', '.join(missing)}")
-    for key, error in errors.items():
-        print(f"not evaluated: {key}: {error}")
+            print(f"left out: {count} of {line['key']} ({kind})")
+    here = {task.key for task in tasks}
+    missing = [key for key in datacomp if key not in here]
+    if 0 < len(missing) < len(datacomp):
+        print(f"not in the folder: {len(missing)} of DataComp's {len(datacomp)} tasks: {', '.join(missing)}")
+    no_metric = {task.key: "DataComp has no main metric for it" for task in tasks if not task.is_counted}
+    for key, reason in {**no_metric, **errors}.items():
+        print(f"not evaluated: {key}: {reason}")

@@ -227,7 +227,7 @@ def split_shards(folder: Path, split: str | None = None) -> list[Path]:
     """
     places = [folder / split] if split == "train" else [folder, folder / "test"]
     for place in places:
-        counts = _lines(place / SHARD_COUNT_FILE)
+        counts = text_lines(place / SHARD_COUNT_FILE)
         if shards := sorted(place.glob("[!.]*.tar"), key=_by_number):
             if counts and counts[0] != str(len(shards)):
                 raise DataError(
@@ -241,13 +241,13 @@ def split_shards(folder: Path, split: str | None = None) -> list[Path]:
 def _open_folder(
     folder: Path, shards: Sequence[Path] | Sequence[RemoteFile], split: str | None, facts: int | None
 ) -> LabelledDataset:
-    templates = list(filter(None, _lines(folder / TEMPLATES_FILE))) or DEFAULT_TEMPLATES
+    templates = list(filter(None, text_lines(folder / TEMPLATES_FILE))) or DEFAULT_TEMPLATES
     wrong = [template for template in templates if "{c}" not in template]
     if wrong:
         raise DataError(
             f"{folder / TEMPLATES_FILE}: the template {wrong[0]!r} has no {{c}}; write {{c}} where the class name goes"
         )
-    names = _lines(folder / CLASS_NAMES_FILE)
+    names = text_lines(folder / CLASS_NAMES_FILE)
     if shards:
         names = _names_of_labels(folder, names)
         labels, numbers = (_NumberKeys(ends, flag="", key=WeightedKey(ends[0])) for ends in (("cls", "npy"), ("npy",)))
@@ -340,7 +340,7 @@ def _by_number(path: Path) -> tuple[int, str]:
     return (int(path.stem) if path.stem.isdecimal() else -1, path.name)
 
 
-def _lines(path: Path) -> list[str]:
+def text_lines(path: Path) -> list[str]:
     if not path.is_file():
         return []
     try:

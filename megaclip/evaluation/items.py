@@ -1,13 +1,7 @@
 """Read the sets of images and captions that are compared within an item, from the files that their authors publish.
 
-| set | files in its folder | an item |
-| --- | --- | --- |
-| Winoground | `examples.jsonl`, `images/` | two images and their captions |
-| SugarCrepe | `add_att.json` ... `swap_obj.json`, `val2017/` of COCO | an image, its caption and a wrong one |
-| WinoGAViL | `winogavil_dataset.csv`, `images/` | candidate images and a cue |
-| Crossmodal-3600 | `captions.jsonl`, `images/` | an image and its first caption in one language |
-
-Other names of the folder of the images are accepted if the set has only one folder.
+An item of Winoground has two images with their captions, one of SugarCrepe an image, its caption and a wrong one, one
+of WinoGAViL candidate images and a cue, one of Crossmodal-3600 an image and its first caption in one language.
 """
 
 import csv
@@ -23,6 +17,13 @@ from megaclip.data.source import read_file
 from megaclip.errors import DataError, first_line, os_reason
 
 _SUGAR_CREPE = ("add_att", "add_obj", "replace_att", "replace_obj", "replace_rel", "swap_att", "swap_obj")
+FILES = {
+    "winoground": "examples.jsonl",
+    "misc/winogavil": "winogavil_dataset.csv",
+    "crossmodal3600": "captions.jsonl",
+    **{f"sugar_crepe/{part}": f"{part}.json" for part in _SUGAR_CREPE},
+}
+"""File of each set, by the key of its task. Its images are in the folder `images`, those of SugarCrepe in `val2017`."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Item:
 class ItemSet:
     """Items, with each of their images and captions once. An `EvaluationLoader` reads the images, with the label 0."""
 
+    name: str
+    """Path of the file."""
     files: list[str] = field(default_factory=list)
     """Paths of the images."""
     captions: list[str] = field(default_factory=list)
@@ -55,80 +58,70 @@ class ItemSet:
         return RawSample(read_file(path, "image", path), "0", path)
 
     def shard_name(self, sample_id: int) -> str:
-        """Return the folder of an image, for messages."""
-        return str(Path(self.files[sample_id]).parent)
+        """Return the file of the set, for messages."""
+        return self.name
 
 
 def item_files(folder: Path) -> list[tuple[str, Path]]:
-    """Return the file of each set in a folder, with the name of its task. The list is empty for other folders."""
-    names = {
-        "winoground": "examples.jsonl",
-        "misc/winogavil": "winogavil_dataset.csv",
-        "crossmodal3600": "captions.jsonl",
-        **{f"sugar_crepe/{part}": f"{part}.json" for part in _SUGAR_CREPE},
-    }
-    return [(task, folder / name) for task, name in names.items() if (folder / name).is_file()]
+    """Return the key and the file of each set in a folder. The list is empty for other folders."""
+    return [(key, folder / name) for key, name in FILES.items() if (folder / name).is_file()]
 
 
-def open_items(task: str, path: Path) -> ItemSet:
-    """Read a set of items. task, path: from `item_files`. Raises DataError for a file that is not as its authors'."""
-    images, result = _image_folder(path.parent), ItemSet()
-    known: tuple[dict[str, int], dict[str, int]] = ({}, {})
+def open_items(key: str, path: Path) -> ItemSet:
+    """Read a set of items. key, path: from `item_files`. Raises DataError for a file that is not as its authors'."""
+    result, rows = ItemSet(str(path)), 0
+    images, captions = dict[str, int](), dict[str, int]()
+    read = _READERS[key.partition("/")[0]]
 
-    def place(kind: int, text: Any) -> int:
-        """Return the place of an image (kind 0) or a caption (kind 1), which is added if it is new."""
+    def place(known: dict[str, int], text: Any) -> int:
         if not isinstance(text, str) or not text:
             raise ValueError(f"expected a text, got {text!r}")
-        if text not in known[kind]:
-            known[kind][text] = len(known[kind])
-            (result.captions if kind else result.files).append(text if kind else _image_file(images, text))
-        return known[kind][text]
+        return known.setdefault(text, len(known))
 
-    number = 0
     try:
         for row in _rows(path):
-            number += 1
-            result.items += _READERS[task.partition("/")[0]](row, place)
+            rows += 1
+            result.items += read(row, lambda name: place(images, name), lambda text: place(captions, text))
+        folder = path.parent / ("val2017" if key.startswith("sugar_crepe") else "images")
+        result.files, result.captions = [_image_file(folder, name) for name in images], list(captions)
     except OSError as error:
         raise DataError(f"cannot read {path}: {os_reason(error)}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, csv.Error) as error:
         what = f"no {error}" if isinstance(error, KeyError) else first_line(error)
-        raise DataError(f"{path}, item {max(1, number)}: {what}; expected the file that its authors publish") from error
+        raise DataError(f"{path}, item {max(1, rows)}: {what}; expected the file that its authors publish") from error
     if not result.items:
         raise DataError(f"{path} has no items; expected the file that its authors publish")
     return result
 
 
-_Place = Callable[[int, Any], int]
+_Place = Callable[[Any], int]
 
 
-def _winoground(row: dict[str, Any], place: _Place) -> Iterator[Item]:
-    images = tuple(place(0, row[f"image_{number}"]) for number in (0, 1))
-    yield Item(images, tuple(place(1, row[f"caption_{number}"]) for number in (0, 1)))
+def _winoground(row: dict[str, Any], image: _Place, caption: _Place) -> Iterator[Item]:
+    images = tuple(image(row[f"image_{number}"]) for number in (0, 1))
+    yield Item(images, tuple(caption(row[f"caption_{number}"]) for number in (0, 1)))
 
 
-def _sugar_crepe(row: dict[str, Any], place: _Place) -> Iterator[Item]:
-    yield Item((place(0, row["filename"]),), (place(1, row["caption"]), place(1, row["negative_caption"])))
+def _sugar_crepe(row: dict[str, Any], image: _Place, caption: _Place) -> Iterator[Item]:
+    yield Item((image(row["filename"]),), (caption(row["caption"]), caption(row["negative_caption"])))
 
 
-def _winogavil(row: dict[str, Any], place: _Place) -> Iterator[Item]:
-    candidates, right = ([str(name) for name in json.loads(row[key])] for key in ("candidates", "associations"))
-    images = tuple(place(0, name) for name in candidates)
+def _winogavil(row: dict[str, Any], image: _Place, caption: _Place) -> Iterator[Item]:
+    candidates, right = json.loads(row["candidates"]), json.loads(row["associations"])
     if not right or not set(right) <= set(candidates):
         raise ValueError(f"the associations {right} are not among the candidates {candidates}")
     cue = row["cue"].lower()
-    prompt = f"{'An' if cue[0] in 'aeiou' else 'A'} {cue}"
-    yield Item(images, (place(1, prompt),), right=tuple(images[candidates.index(name)] for name in right))
+    prompt = caption(f"{'An' if cue[0] in 'aeiou' else 'A'} {cue}")
+    yield Item(tuple(map(image, candidates)), (prompt,), right=tuple(map(image, right)))
 
 
-def _crossmodal(row: dict[str, Any], place: _Place) -> Iterator[Item]:
-    image = place(0, row["image/key"])
+def _crossmodal(row: dict[str, Any], image: _Place, caption: _Place) -> Iterator[Item]:
     for language, texts in sorted(row.items()):
         if isinstance(texts, dict):
-            yield Item((image,), (place(1, texts["caption"][0]),), language=language)
+            yield Item((image(row["image/key"]),), (caption(texts["caption"][0]),), language=language)
 
 
-_READERS: dict[str, Callable[[dict[str, Any], _Place], Iterator[Item]]] = {
+_READERS = {
     "winoground": _winoground,
     "sugar_crepe": _sugar_crepe,
     "misc": _winogavil,
@@ -146,18 +139,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             yield from json.load(file).values()
 
 
-def _image_folder(folder: Path) -> Path:
-    places = sorted(entry for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != ".")
-    named = [place for place in places if place.name in ("images", "val2017")]
-    if len(named or places) != 1:
-        raise DataError(f"{folder} has {len(places)} folders; expected one folder, images, with the images")
-    return (named or places)[0]
-
-
 def _image_file(folder: Path, name: str) -> str:
     """Return the path of an image. The files of all sets but SugarCrepe name it without its extension."""
-    if Path(name).name != name:
-        raise ValueError(f"the image {name!r} is not a name of a file")
-    endings = ("", *(f".{extension}" for extension in IMAGE_EXTENSIONS))
-    paths = [folder / f"{name}{ending}" for ending in endings]
+    paths = [folder / name, *(folder / f"{name}.{extension}" for extension in IMAGE_EXTENSIONS)]
     return str(next((path for path in paths if path.is_file()), paths[0]))

@@ -4,7 +4,7 @@ DataComp (Gadre et al. 2023) and CLIP_benchmark define the metrics. In both, the
 depends on the order of the classes or images. Here ties count against the model, as in `ranking`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -98,12 +98,7 @@ def association_metrics(similarities: Sequence[np.ndarray], is_right: Sequence[n
         wrong_ahead = ~(values < values[right, None] - TIE_TOLERANCE) & ~right
         hits = np.count_nonzero(np.sort(wrong_ahead.sum(axis=1)) + np.arange(right.sum()) < right.sum())
         scores.append(hits / (2 * right.sum() - hits))
-    by_count: Mapping[str, np.ndarray] = {
-        **{f"jaccard_score_{count}": counts == count for count in (5, 6, 10, 12)},
-        "jaccard_score_5-6": counts <= 6,
-        "jaccard_score_10-12": counts >= 10,
-    }
     metrics: Metrics = {"avg_jaccard_score": float(np.mean(scores))}
-    for name, rows in by_count.items():
-        metrics[name] = float(np.mean(np.array(scores)[rows])) if rows.any() else None
+    for name, rows in (("5-6", counts <= 6), ("10-12", counts >= 10)):
+        metrics[f"jaccard_score_{name}"] = float(np.mean(np.array(scores)[rows])) if rows.any() else None
     return metrics

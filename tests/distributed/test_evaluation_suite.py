@@ -40,8 +40,8 @@ def run_suite(suite: Path, results: Path) -> None:
         model=model, transform=TRANSFORM, tokenizer=load_tokenizer("clip", CONFIG.text_cfg.context_length)
     )
     encode = ModelEncoder(model, TRANSFORM.normalise, device=torch.device("cpu"), cut_captions=model.cut_captions)
-    arguments = Namespace(suite=suite, json=results, batch_size=4, workers=0, markdown=False, probe=False)
-    evaluate_suite(arguments, loaded, "a checksum of the model", encode)  # type: ignore[arg-type]
+    arguments = Namespace(suite=suite, json=results, batch_size=4, workers=0, markdown=False, precision="fp32")
+    evaluate_suite(arguments, loaded, encode)  # type: ignore[arg-type]
 
 
 def expected_metrics(suite: Path) -> dict[str, dict[str, float]]:
@@ -128,7 +128,9 @@ def expected_metrics(suite: Path) -> dict[str, dict[str, float]]:
             order = (images[list(map(int, names))] @ texts([f"A {row['cue']}"])[0] - 1e-9 * is_right).argsort()
             selected = np.isin(np.arange(len(names)), order[-len(chosen) :])
             jaccards[len(names)].append(jaccard_score(is_right, selected))
-    result["misc/winogavil"] = {f"jaccard_score_{size}": float(np.mean(found)) for size, found in jaccards.items()}
+    result["misc/winogavil"] = {
+        name: float(np.mean(jaccards[size])) for name, size in (("jaccard_score_5-6", 5), ("jaccard_score_10-12", 10))
+    }
     return result
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +31,14 @@ def tokenizer(texts: list[str]) -> torch.Tensor:
 
 
 def run(suite: Path, results: Path | None = None, model: str = "model", markdown: bool = False) -> None:
-    arguments = Namespace(suite=suite, json=results, batch_size=4, workers=0, markdown=markdown, probe=False)
-    loaded = SimpleNamespace(transform=ImageTransform(8), tokenizer=tokenizer)
-    command.evaluate_suite(arguments, loaded, model, encode)  # type: ignore[arg-type]
+    arguments = Namespace(suite=suite, json=results, batch_size=4, workers=0, markdown=markdown, precision="fp32")
+    tokens = partial(tokenizer)
+    tokens.identity = "a tokenizer"  # type: ignore[attr-defined]
+    weights = torch.nn.Linear(1, 1)
+    torch.nn.init.constant_(weights.weight, float(len(model)))
+    torch.nn.init.zeros_(weights.bias)
+    loaded = SimpleNamespace(model=weights, transform=ImageTransform(8), tokenizer=tokens)
+    command.evaluate_suite(arguments, loaded, encode)  # type: ignore[arg-type]
 
 
 def lines_of(results: Path) -> dict[str, dict[str, Any]]:
@@ -115,7 +121,7 @@ BROKEN = {
     "no data": ({}, "no data found; expected *.tar, test/*.tar or one folder of images per class"),
     "missing shards": ({"test/0.tar": b"", "test/nshards.txt": b"3"}, "specifies '3' shards, found 1; download the"),
     "unknown type": ({"dataset_type.txt": b"video"}, "is 'video'; expected classification, multilabel or retrieval"),
-    "bytes as type": ({"dataset_type.txt": b"\xff"}, "cannot read"),
+    "bytes as type": ({"dataset_type.txt": b"\xff"}, "dataset_type.txt is not UTF-8"),
     "no captions": ({"test/0.tar": b"", "dataset_type.txt": b"retrieval"}, "no samples in 1 tar shards"),
     "not JSON": ({"examples.jsonl": b"{", "images/0.png": b""}, "examples.jsonl, item 1: "),
     "nested JSON": ({"add_att.json": b"[" * 10**6, "val2017/0.png": b""}, "add_att.json, item 1: "),
@@ -125,11 +131,6 @@ BROKEN = {
         {"swap_obj.json": b'{"0": {"filename": "a", "caption": "b", "negative_caption": "c"}}', "val2017/0.png": b""},
         "the images of all 1 items are missing or unreadable",
     ),
-    "path": (
-        {"swap_obj.json": b'{"0": {"filename": "../a", "caption": "b", "negative_caption": "c"}}', "val2017/0": b""},
-        "the image '../a' is not a name of a file",
-    ),
-    "no folder": ({"captions.jsonl": b"{}"}, "has 0 folders; expected one folder, images, with the images"),
     "no candidates": (
         {"winogavil_dataset.csv": b'candidates,cue,associations\n"[""a""]",c,"[""b""]"', "images/a.png": b""},
         "the associations ['b'] are not among the candidates ['a']",
