@@ -91,6 +91,11 @@ OWN_TIMM: dict[str, dict[str, Any]] = {
     "siglip": {"timm_model_name": "small_siglip", "timm_pool": "map", "timm_proj": "none"},
     "siglip i18n": {"timm_model_name": "small_siglip_tanh", "timm_pool": "map", "timm_proj": "none"},
     "clip": {"timm_model_name": "small_clip", "timm_pool": "token", "timm_proj": None},
+    "pe": {"timm_model_name": "small_pe", "timm_pool": "map", "timm_proj": None},
+    "pe without class token": {"timm_model_name": "small_pe_gigantic", "timm_pool": "map", "timm_proj": None},
+    "eva01": {"timm_model_name": "small_eva01", "timm_pool": "token", "timm_proj": None},
+    "eva02": {"timm_model_name": "small_eva", "timm_pool": "token", "timm_proj": None},
+    "eva02 enormous": {"timm_model_name": "small_eva_enormous", "timm_pool": "token", "timm_proj": None},
 }
 """Image towers of timm that MegaCLIP's own towers compute, by family."""
 
@@ -155,6 +160,7 @@ def own_description(name: str) -> dict[str, Any]:
 @functools.cache
 def _register() -> None:
     """Register the small trunks with timm."""
+    from timm.layers import LayerNorm
     from timm.models import convnext, eva, fastvit, register_model, vision_transformer
 
     def small_vit(pretrained: bool = False, **kwargs: Any) -> Any:
@@ -183,6 +189,23 @@ def _register() -> None:
         settings["global_pool"] = kwargs.pop("global_pool", "token")
         return eva._create_eva("small_eva", **{**settings, **kwargs})
 
+    def small_eva01(pretrained: bool = False, **kwargs: Any) -> Any:
+        settings = {"img_size": IMAGE_SIZE, "patch_size": 16, "embed_dim": 32, "depth": 2, "num_heads": 4}
+        return eva._create_eva("small_eva01", **{**settings, "mlp_ratio": 96 / 32, **kwargs})
+
+    def small_eva_enormous(pretrained: bool = False, **kwargs: Any) -> Any:
+        return small_eva01(use_post_norm=True, **kwargs)
+
+    def small_pe(pretrained: bool = False, **kwargs: Any) -> Any:
+        settings = {"attn_type": "rope", "use_pre_transformer_norm": True, "use_rot_pos_emb": True}
+        settings |= {"ref_feat_shape": (3, 3), "rope_grid_offset": 1.0, "rope_grid_indexing": "xy"}
+        settings |= {"attn_pool_num_heads": 2, "attn_pool_mlp_ratio": 4.0}
+        settings["norm_layer"] = functools.partial(LayerNorm, eps=1e-5)
+        return small_eva01(**{**settings, **kwargs})
+
+    def small_pe_gigantic(pretrained: bool = False, **kwargs: Any) -> Any:
+        return small_pe(class_token=False, rope_grid_offset=0.0, **kwargs)
+
     def small_fastvit(pretrained: bool = False, **kwargs: Any) -> Any:
         settings: dict[str, Any] = {"layers": (1, 1, 1, 1), "embed_dims": (8, 16, 32, 64), "mlp_ratios": (3, 3, 3, 3)}
         settings |= {"se_downsamples": (False, False, True, True), "lkc_use_act": True}
@@ -190,5 +213,6 @@ def _register() -> None:
         settings["token_mixers"] = ("repmixer", "repmixer", "repmixer", "attention")
         return fastvit._create_fastvit("small_fastvit", **{**settings, **kwargs})
 
-    for builder in (small_vit, small_siglip, small_siglip_tanh, small_clip, small_convnext, small_eva, small_fastvit):
+    own = (small_siglip_tanh, small_clip, small_eva01, small_eva_enormous, small_pe, small_pe_gigantic)
+    for builder in (small_vit, small_siglip, small_convnext, small_eva, small_fastvit, *own):
         register_model(builder)

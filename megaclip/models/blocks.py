@@ -19,12 +19,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from megaclip.models.attention import attend
 from megaclip.models.config import Projection, TextConfig, VisionConfig
 from megaclip.models.layers import LayerFactory, check_split
 from megaclip.models.packing import Pieces, first_tokens, pack, rows_of, unpack
+from megaclip.models.rotary import rotate
 
 CheckpointFunction = Callable[..., Any]
 """checkpoint_fn(function, *arguments, **options) returns function(*arguments, **options), and recomputes it in the
@@ -90,16 +92,29 @@ class LayerScale(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; each head attends with scale K ** -0.5."""
+    """Multi-head self-attention; each head attends with scale K ** -0.5.
 
-    def __init__(self, width: int, heads: int, causal: bool, factory: LayerFactory) -> None:
+    config: settings of the tower's blocks, which attention pooling does not share.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        causal: bool,
+        factory: LayerFactory,
+        config: VisionConfig | TextConfig | None = None,
+    ) -> None:
         super().__init__()
         self.head_width = width // heads
         self.causal = causal
         self.factory = factory
         self.q_proj = factory.by_output(width, width, shares_input=True)
-        self.k_proj = factory.by_output(width, width, shares_input=True)
+        self.k_proj = factory.by_output(width, width, shares_input=True, bias=config is None or config.key_bias)
         self.v_proj = factory.by_output(width, width, shares_input=True)
+        self.ln_inner: nn.Module = nn.Identity()
+        if config is not None and config.gated:
+            self.ln_inner = factory.norm(width, config.norm_eps)
         self.out_proj = factory.by_input(width, width)
 
     def forward(
@@ -107,12 +122,14 @@ class Attention(nn.Module):
         x_bLC: torch.Tensor,
         position: Position | None = None,
         pieces: Pieces | None = None,
+        rotation: torch.Tensor | None = None,
         *,
         query_11C: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position; with `causal`, position i sees 0..i.
 
-        With pieces, a position is a tensor or None. query_11C: attends instead of the tokens, once per row.
+        With pieces, a position is a tensor or None. rotation: of all tokens, as `megaclip.models.rotary` describes; a
+        position is then 0. query_11C: attends instead of the tokens, once per row.
         """
         x_bLC = self.factory.shared_input(x_bLC)
         k_bLC, v_bLC = self.k_proj(x_bLC), self.v_proj(x_bLC)
@@ -121,7 +138,7 @@ class Attention(nn.Module):
         else:
             q_bQC = self.q_proj(x_bLC if position is None else select_token(x_bLC, position, pieces))
         if pieces is None:
-            return self.out_proj(self._attend(q_bQC, k_bLC, v_bLC, position))
+            return self.out_proj(self.ln_inner(self._attend(q_bQC, k_bLC, v_bLC, position, rotation)))
         keys, values = unpack(k_bLC, pieces), unpack(v_bLC, pieces)
         if position is None:
             queries = unpack(q_bQC, pieces)
@@ -132,10 +149,17 @@ class Attention(nn.Module):
         return self.out_proj(torch.cat([self._attend(*part) for part in parts]))
 
     def _attend(
-        self, q_bQC: torch.Tensor, k_bLC: torch.Tensor, v_bLC: torch.Tensor, position: Position | None = None
+        self,
+        q_bQC: torch.Tensor,
+        k_bLC: torch.Tensor,
+        v_bLC: torch.Tensor,
+        position: Position | None = None,
+        rotation: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the heads' weighted means of the values, (b, Q, C)."""
         heads = [self._split_heads(x) for x in (q_bQC, k_bLC, v_bLC)]
+        if rotation is not None:
+            heads[:2] = [rotate(x, rotation[..., : x.shape[2], :]) for x in heads[:2]]
         if position is None:
             out_bHQK = attend(*heads, causal=self.causal)
         else:
@@ -158,42 +182,56 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two projections with an activation between them."""
+    """Two projections with an activation between them, or SwiGLU (arXiv:2002.05202) with a layer norm."""
 
-    def __init__(self, config: VisionConfig | TextConfig, quick_gelu: bool, factory: LayerFactory) -> None:
+    def __init__(
+        self, config: VisionConfig | TextConfig, hidden_width: int, quick_gelu: bool, factory: LayerFactory
+    ) -> None:
         super().__init__()
-        hidden_width = int(config.width * config.mlp_ratio)
-        self.c_fc = factory.by_output(config.width, hidden_width)
+        width, gated = config.width, config.gated
+        self.c_gate = factory.by_output(width, hidden_width) if gated else None
+        self.c_fc = factory.by_output(width, hidden_width)
         self.gelu = QuickGELU() if quick_gelu else nn.GELU(config.gelu)
-        self.c_proj = factory.by_input(hidden_width, config.width)
+        self.ln_inner = factory.norm(hidden_width, config.norm_eps) if gated else nn.Identity()
+        self.c_proj = factory.by_input(hidden_width, width)
 
     def forward(self, x_bLC: torch.Tensor) -> torch.Tensor:
         """(b, L, C) in, (b, L, C) out."""
-        return self.c_proj(self.gelu(self.c_fc(x_bLC)))
+        if self.c_gate is None:
+            return self.c_proj(self.gelu(self.c_fc(x_bLC)))
+        return self.c_proj(self.ln_inner(F.silu(self.c_gate(x_bLC)) * self.c_fc(x_bLC)))
 
 
 class ResidualBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with `norms_behind` x + norm(attention(x)), x + norm(mlp(x))."""
 
     def __init__(
         self, config: VisionConfig | TextConfig, quick_gelu: bool, causal: bool, factory: LayerFactory
     ) -> None:
         super().__init__()
         width, scale = config.width, config.ls_init_value
-        check_split(factory.group.size, config.heads, int(width * config.mlp_ratio))
+        check_split(factory.group.size, config)
+        self.norms_behind = config.norms_behind
         self.ln_1 = factory.norm(width, config.norm_eps)
-        self.attn = Attention(width, config.heads, causal, factory)
+        self.attn = Attention(width, config.heads, causal, factory, config)
         self.ls_1 = nn.Identity() if scale is None else LayerScale(width, scale)
         self.ln_2 = factory.norm(width, config.norm_eps)
-        self.mlp = Mlp(config, quick_gelu, factory)
+        self.mlp = Mlp(config, int(width * config.mlp_ratio), quick_gelu, factory)
         self.ls_2 = nn.Identity() if scale is None else LayerScale(width, scale)
 
     def forward(
-        self, x_bLC: torch.Tensor, position: Position | None = None, pieces: Pieces | None = None
+        self,
+        x_bLC: torch.Tensor,
+        position: Position | None = None,
+        pieces: Pieces | None = None,
+        rotation: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position."""
+        """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position. rotation: see `Attention`."""
         x_bQC = x_bLC if position is None else select_token(x_bLC, position, pieces)
-        x_bQC = x_bQC + self.ls_1(self.attn(self.ln_1(x_bLC), position, pieces))
+        if self.norms_behind:
+            x_bQC = x_bQC + self.ls_1(self.ln_1(self.attn(x_bLC, position, pieces, rotation)))
+            return x_bQC + self.ls_2(self.ln_2(self.mlp(x_bQC)))
+        x_bQC = x_bQC + self.ls_1(self.attn(self.ln_1(x_bLC), position, pieces, rotation))
         return x_bQC + self.ls_2(self.mlp(self.ln_2(x_bQC)))
 
 
@@ -202,11 +240,10 @@ class AttentionPooling(nn.Module):
 
     def __init__(self, config: VisionConfig, factory: LayerFactory) -> None:
         super().__init__()
-        check_split(factory.group.size, config.pool_heads, int(config.width * config.mlp_ratio))
         self.latent = nn.Parameter(torch.empty(1, 1, config.width))
         self.attn = Attention(config.width, config.pool_heads, causal=False, factory=factory)
         self.ln_2 = factory.norm(config.width, config.norm_eps)
-        self.mlp = Mlp(config, quick_gelu=False, factory=factory)
+        self.mlp = Mlp(config, int(config.width * config.pool_mlp_ratio), quick_gelu=False, factory=factory)
 
     def forward(self, x_bLC: torch.Tensor) -> torch.Tensor:
         """(b, L, C) in, (b, C) out."""
@@ -225,10 +262,14 @@ class Transformer(nn.Module):
         self.resblocks = nn.ModuleList(blocks)
 
     def forward(
-        self, x_bLC: torch.Tensor, position: Position | None = None, pieces: Pieces | None = None
+        self,
+        x_bLC: torch.Tensor,
+        position: Position | None = None,
+        pieces: Pieces | None = None,
+        rotation: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position."""
+        """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position. rotation: see `Attention`."""
         last = len(self.resblocks) - 1
         for index, block in enumerate(self.resblocks):
-            x_bLC = block(x_bLC, position if index == last else None, pieces)
+            x_bLC = block(x_bLC, position if index == last else None, pieces, rotation)
         return x_bLC

@@ -6,11 +6,12 @@ a GPU, for whole parameters and those that `deepspeed.zero.Init` partitioned, an
 rounding. Partitioned parameters are gathered one at a time, so no rank ever holds the whole model.
 
 Source of the distributions: open_clip 3.3.0, `transformer.py`, `TextTransformer.init_parameters`; timm 1.0,
-`vision_transformer.py`, `init_weights_vit_timm`. open_clip's image tower keeps PyTorch's defaults; the functions below
-write them out.
+`vision_transformer.py`, `init_weights_vit_timm`, and `eva.py`, `Eva.init_weights`. open_clip's image tower keeps
+PyTorch's defaults; the functions below write them out.
 """
 
 import math
+import re
 
 import deepspeed
 import torch
@@ -22,6 +23,8 @@ from megaclip.models.config import ModelConfig, TextConfig, TimmVisionConfig, Vi
 from megaclip.models.dual_encoder import DualEncoder, ModelDescription
 from megaclip.models.layers import own_part, whole_shape
 from megaclip.models.open_clip_model import OpenClipModel
+
+_LAST_PROJECTION = re.compile(r"transformer\.resblocks\.(\d+)\.(?:attn\.out_proj|mlp\.c_proj)\.weight")
 
 
 def build_model(
@@ -130,7 +133,12 @@ def _timm_value(name: str, shape: torch.Size, vision: TimmVisionConfig, generato
         return _bias_or_scale(name, shape, vision, generator)
     if name.endswith("bias"):
         return torch.zeros(shape)
-    return _normal(shape, 1e-6 if name == "class_embedding" else 0.02, generator)
+    if name == "class_embedding" and not vision.eva:
+        return _normal(shape, 1e-6, generator)
+    value = _normal(shape, 0.02, generator)
+    if vision.eva and (match := _LAST_PROJECTION.fullmatch(name)):
+        return value / math.sqrt(2.0 * (int(match[1]) + 1))
+    return 0.001 * value if vision.eva and name == "proj.weight" else value
 
 
 def _text_value(name: str, shape: torch.Size, config: ModelConfig, generator: torch.Generator) -> torch.Tensor:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from typing_extensions import Self
 
 from megaclip.errors import ConfigError, closest, config_error, shortened
-from megaclip.models.timm_towers import timm_settings
+from megaclip.models.timm_towers import TimmArguments, timm_settings
 
 CARD_NAME = "open_clip_config.json"
 
@@ -44,7 +44,6 @@ _NOT_SUPPORTED: dict[str, dict[str, Any]] = {
         "pos_embed_type": "learnable",
         "output_tokens": False,
         "timm_model_name": None,
-        "timm_model_kwargs": None,
     },
     "text_cfg": {
         "embed_cls": False,
@@ -162,6 +161,17 @@ class ActivationArguments(_Section):
     """"tanh": GELU is approximated by a hyperbolic tangent."""
 
 
+class Rotary(_Section):
+    """Rotary position embeddings of patches (`megaclip.models.rotary`)."""
+
+    reference: int | None
+    """Coordinates are scaled to a grid of this number of patches per side; None: they are not scaled."""
+    offset: float
+    """Coordinate of the first patch."""
+    columns_first: bool
+    """True: the first half of the channels turns with the column, else with the row."""
+
+
 class _Blocks(_Section):
     """Settings that the transformer blocks of both towers have."""
 
@@ -175,6 +185,12 @@ class _Blocks(_Section):
     """Arguments of the tower's layer norms; None: the defaults."""
     act_kwargs: ActivationArguments | None = None
     """Arguments of the tower's GELU; None: the defaults."""
+    key_bias: bool = Field(True, exclude=True)
+    """False: the projections of keys have no bias."""
+    gated: bool = Field(False, exclude=True)
+    """True: the MLP is a SwiGLU, and layer norms precede the last projections of attention and MLP (EVA-02)."""
+    norms_behind: bool = Field(False, exclude=True)
+    """True: layer norms follow attention and MLP instead of preceding them."""
 
     @property
     def norm_eps(self) -> float:
@@ -212,6 +228,12 @@ class VisionConfig(_Blocks, DescribedVision):
     """True: the embedding of the patches has a bias."""
     pool_heads: int = Field(0, exclude=True)
     """Heads of the attention pooling that replaces `pool_type`; 0: none."""
+    pool_mlp_ratio: float = Field(4.0, exclude=True)
+    """`mlp_ratio` of the attention pooling."""
+    rotary: Rotary | None = Field(None, exclude=True)
+    """Rotary position embeddings, besides the learnt ones; None: none."""
+    eva: bool = Field(False, exclude=True)
+    """True: the initial values are those of timm's class `Eva`."""
     projection: Projection = Field("matrix", exclude=True)
     """Projection to the embedding."""
 
@@ -251,6 +273,8 @@ class TimmVisionConfig(VisionConfig):
     """Feature of the image: attention pooling ("map"), or the class token."""
     timm_proj: Literal["none"] | None = None
     """Projection to the embedding: "none", or None for the model's classifier."""
+    timm_model_kwargs: TimmArguments | None = None
+    """Arguments of timm's function. open_clip 3.3 cannot read them."""
     timm_proj_bias: bool = False
     """Ignored: a classifier always has a bias."""
     timm_drop: float = 0.0

@@ -26,6 +26,7 @@ from megaclip.comm.collectives import gather_rows
 from megaclip.comm.groups import RankGroup
 from megaclip.comm.parallelism import ONE_RANK
 from megaclip.errors import ConfigError
+from megaclip.models.config import TextConfig, VisionConfig
 from megaclip.zero.parameters import gathered_shape
 
 _SPLIT_BY_OUTPUT = re.compile(r".*\.(attn\.[qkv]_proj|mlp\.c_fc)\.(weight|bias)")
@@ -72,16 +73,16 @@ class LayerFactory:
         layer: nn.Module = self._norm(width, eps=eps)
         return layer
 
-    def by_output(self, inputs: int, outputs: int, *, shares_input: bool = False) -> nn.Module:
-        """Return a layer (.., inputs) -> (.., outputs / T) with a bias.
+    def by_output(self, inputs: int, outputs: int, *, shares_input: bool = False, bias: bool = True) -> nn.Module:
+        """Return a layer (.., inputs) -> (.., outputs / T).
 
         shares_input: several layers take the same input, which went through `shared_input`; this layer does not sum
         the gradient of its input over the group.
         """
         if self.group.size == 1:
-            return nn.Linear(inputs, outputs)
+            return nn.Linear(inputs, outputs, bias)
         by_output, _ = _megatron_layers()
-        layer: nn.Module = by_output(inputs, outputs, self.group, shares_input)
+        layer: nn.Module = by_output(inputs, outputs, self.group, shares_input, bias)
         return layer
 
     def by_input(self, inputs: int, outputs: int) -> nn.Module:
@@ -97,9 +98,17 @@ class LayerFactory:
         return x if self.group.size == 1 else _SumGradient.apply(x, self.group)
 
 
-def check_split(ranks: int, heads: int, hidden_width: int) -> None:
-    """Raise ConfigError unless the number of tensor-parallel ranks divides a tower's heads and its MLP's width."""
-    for name, size in (("attention heads", heads), ("hidden units of the MLP", hidden_width)):
+def check_split(ranks: int, tower: VisionConfig | TextConfig) -> None:
+    """Raise ConfigError unless this number of tensor-parallel ranks can split a tower: its heads and its MLPs."""
+    if ranks > 1 and tower.gated:
+        raise ConfigError(
+            f"megaclip.tensor_parallel_size {ranks} cannot split EVA-02's layer norms inside attention and MLP; use 1"
+        )
+    sizes = {"attention heads": tower.heads, "hidden units of the MLP": int(tower.width * tower.mlp_ratio)}
+    if isinstance(tower, VisionConfig) and tower.pool_heads:
+        pooling = {"heads": tower.pool_heads, "hidden units": int(tower.width * tower.pool_mlp_ratio)}
+        sizes |= {f"{name} of the attention pooling": size for name, size in pooling.items()}
+    for name, size in sizes.items():
         if size % ranks:
             raise ConfigError(
                 f"megaclip.tensor_parallel_size {ranks} does not divide the {size} {name} of a tower; "
@@ -179,12 +188,13 @@ def _megatron_layers() -> tuple[Any, Any]:
         # Without this, state dicts hold an empty `_extra_state` for every layer.
         get_extra_state = nn.Module.get_extra_state
 
-        def __init__(self, inputs: int, outputs: int, group: RankGroup, shares_input: bool) -> None:
+        def __init__(self, inputs: int, outputs: int, group: RankGroup, shares_input: bool, bias: bool) -> None:
             super().__init__(
                 inputs,
                 outputs,
                 config=config(group),
                 init_method=None,
+                bias=bias,
                 gather_output=False,
                 disable_grad_reduce=shares_input,
                 tp_group=group.handle,

@@ -8,35 +8,15 @@ import dataclasses
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict
 from typing_extensions import Self
 
 from megaclip.errors import ConfigError
 from megaclip.models.config import DescribedText, DescribedVision, Description, unknown_key
+from megaclip.models.timm_towers import TimmArguments
 from megaclip.open_clip_package import import_open_clip
-
-
-class TimmArguments(BaseModel):
-    """Arguments of timm's function for a vision transformer; those that are None keep the default of its name."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    img_size: int | None = Field(None, gt=0, le=1 << 14)
-    """Height and width of the square input, in pixels."""
-    patch_size: int | None = Field(None, gt=0)
-    """Height and width of one patch, in pixels."""
-    embed_dim: int | None = Field(None, gt=0, le=1 << 17)
-    """Number of channels of every token."""
-    depth: int | None = Field(None, gt=0, le=1000)
-    """Number of blocks."""
-    num_heads: int | None = Field(None, gt=0)
-    """Number of attention heads."""
-    mlp_ratio: float | None = Field(None, gt=0, le=100)
-    """Ratio of the MLP's hidden width to `embed_dim`."""
-    act_layer: Literal["gelu", "gelu_tanh"] | None = None
-    """Activation."""
 
 
 class OpenClipVision(DescribedVision):

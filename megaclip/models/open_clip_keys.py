@@ -8,7 +8,8 @@ MegaCLIP uses open_clip's names, with three differences:
 - `logit_scale` and `logit_bias` have shape (1,) instead of ().
 
 A vision transformer of timm has timm's names in open_clip, under `visual.trunk.`. Blocks stack q, k and v there too
-(`attn.qkv`), attention pooling stacks k and v (`kv`), and positions are (1, L, C) instead of (L, C).
+(`attn.qkv`; EVA's biases are separate, and all of EVA-02's), attention pooling stacks k and v (`kv`), and positions are
+(1, L, C) instead of (L, C).
 
 The parameters of open_clip's own modules (`OpenClipModel`) have the last two differences only.
 """
@@ -17,7 +18,7 @@ import re
 
 import torch
 
-from megaclip.models.config import TimmVisionConfig
+from megaclip.models.config import TextConfig, TimmVisionConfig, VisionConfig
 from megaclip.models.dual_encoder import ModelDescription
 from megaclip.models.open_clip_config import OpenClipConfig
 
@@ -36,7 +37,7 @@ _TIMM_TOWER = {
     "visual.transformer.resblocks.": "visual.trunk.blocks.",
     "visual.ln_post.": "visual.trunk.norm.",
     "visual.attn_pool.attn.q_proj.": "visual.trunk.attn_pool.q.",
-    "visual.attn_pool.attn.kv.": "visual.trunk.attn_pool.kv.",
+    "visual.attn_pool.attn.kv_proj_": "visual.trunk.attn_pool.kv.",
     "visual.attn_pool.attn.out_proj.": "visual.trunk.attn_pool.proj.",
     "visual.attn_pool.ln_2.": "visual.trunk.attn_pool.norm.",
     "visual.attn_pool.": "visual.trunk.attn_pool.",
@@ -54,9 +55,16 @@ _TIMM_PARTS = {
     ".mlp.c_proj.": ".mlp.fc2.",
 }
 """Parts of names in blocks and attention pooling, MegaCLIP's and timm's."""
+_GATED_PARTS = _TIMM_PARTS | {
+    ".attn.ln_inner.": ".attn.norm.",
+    ".mlp.ln_inner.": ".mlp.norm.",
+    ".mlp.c_gate.": ".mlp.fc1_g.",
+    ".mlp.c_fc.": ".mlp.fc1_x.",
+}
+_BIASES_OF_EVA = {".attn.q_proj.bias": ".attn.q_bias", ".attn.v_proj.bias": ".attn.v_bias"}
 _POOLING = "visual.attn_pool.attn."
-_SEPARATE = re.compile(r"(.*\.attn\.)q_proj\.(weight|bias)")
-_FUSED = re.compile(r"(.*\.attn\.)(?:in_proj_|kv\.)(weight|bias)")
+_SEPARATE = re.compile(r"(.*\.attn\.)([qkv]_proj)\.(weight|bias)")
+_FUSED = re.compile(r"(.*\.attn\.)(?:in|kv)_proj_(weight|bias)")
 
 
 def to_open_clip(state_dict: StateDict, config: ModelDescription) -> StateDict:
@@ -69,24 +77,21 @@ def to_open_clip(state_dict: StateDict, config: ModelDescription) -> StateDict:
     if isinstance(config, OpenClipConfig):
         own, has_prefix = False, config.has_text_prefix
         scalar_shape = torch.Size([1] if config.nonscalar_logit_scale else [])
-    is_timm = own and isinstance(config.vision_cfg, TimmVisionConfig)
+    vision = config.vision_cfg
     result = {}
     for name, value in state_dict.items():
-        if own and any(f".{projection}." in name for projection in _PROJECTIONS):
-            match = _SEPARATE.fullmatch(name)
-            if match is None:
-                continue
-            stem, kind = match.groups()
-            parts = [state_dict[f"{stem}{projection}.{kind}"] for projection in _PROJECTIONS]
-            if stem == _POOLING:
-                result[_to_timm(name)] = parts.pop(0)
-            name = f"{stem}kv.{kind}" if stem == _POOLING else f"{stem}in_proj_{kind}"
-            value = torch.cat(parts)
+        match = _SEPARATE.fullmatch(name) if own else None
+        stack = () if match is None else _stacked(match[1], match[3], config)
+        if match is not None and match[2] in stack:
+            if match[2] != stack[0]:
+                continue  # it is stacked with the first
+            value = torch.cat([state_dict[f"{match[1]}{projection}.{match[3]}"] for projection in stack])
+            name = f"{match[1]}{'kv' if len(stack) == 2 else 'in'}_proj_{match[3]}"
         elif name in SCALARS:
             value = value.reshape(scalar_shape)
-        if is_timm:
+        if isinstance(vision, TimmVisionConfig):
             value = value[None] if name == "visual.positional_embedding" else value
-            name = _to_timm(name)
+            name = _to_timm(name, vision)
         result[name if has_prefix else name.removeprefix("text.")] = value
     return result
 
@@ -94,33 +99,47 @@ def to_open_clip(state_dict: StateDict, config: ModelDescription) -> StateDict:
 def from_open_clip(state_dict: StateDict, config: ModelDescription) -> StateDict:
     """Return the state dict of open_clip's CLIP or CustomTextCLIP with the names of the model that `config` describes;
     keep unknown entries."""
-    is_timm = isinstance(config.vision_cfg, TimmVisionConfig)
+    vision = config.vision_cfg
     result = {}
     for name, value in state_dict.items():
         if name.startswith(TEXT_ROOTS):
             name = f"text.{name}"
-        if is_timm:
+        if isinstance(vision, TimmVisionConfig):
             value = value[0] if name == "visual.trunk.pos_embed" and value.ndim == 3 and len(value) == 1 else value
-            name = _from_timm(name)
+            name = _from_timm(name, vision)
         match = None if isinstance(config, OpenClipConfig) else _FUSED.fullmatch(name)
-        stacked = _PROJECTIONS if match is None or match[1] != _POOLING else _PROJECTIONS[1:]
-        if match is not None and value.ndim > 0 and len(value) % len(stacked) == 0:
-            stem, kind = match.groups()
-            for projection, part in zip(stacked, value.chunk(len(stacked)), strict=True):
-                result[f"{stem}{projection}.{kind}"] = part
+        stack = () if match is None else _stacked(match[1], match[2], config)
+        if match is not None and stack and value.ndim > 0 and len(value) % len(stack) == 0:
+            for projection, part in zip(stack, value.chunk(len(stack)), strict=True):
+                result[f"{match[1]}{projection}.{match[2]}"] = part
         else:
             result[name] = value.reshape(1) if name in SCALARS and value.numel() == 1 else value
     return result
 
 
-def _to_timm(name: str) -> str:
+def _stacked(stem: str, kind: str, config: ModelDescription) -> tuple[str, ...]:
+    """Return the projections that open_clip or timm stacks. stem: beginning of their names. kind: weight or bias."""
+    if stem == _POOLING:
+        return _PROJECTIONS[1:]
+    blocks = config.vision_cfg if stem.startswith("visual.") else config.text_cfg
+    assert isinstance(blocks, VisionConfig | TextConfig), "open_clip's modules have open_clip's parameters"
+    return () if blocks.gated or (kind == "bias" and not blocks.key_bias) else _PROJECTIONS
+
+
+def _to_timm(name: str, vision: TimmVisionConfig) -> str:
     """Return the name in timm, under `visual.trunk.`, of a parameter of the image tower; other names unchanged."""
-    return _renamed(name, "visual.", _TIMM_TOWER, _TIMM_PARTS)
+    return _renamed(name, "visual.", _TIMM_TOWER, _timm_parts(vision))
 
 
-def _from_timm(name: str) -> str:
-    tower, parts = ({timm: own for own, timm in names.items()} for names in (_TIMM_TOWER, _TIMM_PARTS))
+def _from_timm(name: str, vision: TimmVisionConfig) -> str:
+    tower, parts = ({timm: own for own, timm in names.items()} for names in (_TIMM_TOWER, _timm_parts(vision)))
     return _renamed(name, "visual.trunk.", tower, parts)
+
+
+def _timm_parts(vision: TimmVisionConfig) -> dict[str, str]:
+    if vision.gated:
+        return _GATED_PARTS
+    return _TIMM_PARTS if vision.key_bias else _TIMM_PARTS | _BIASES_OF_EVA
 
 
 def _renamed(name: str, prefix: str, beginnings: dict[str, str], parts: dict[str, str]) -> str:

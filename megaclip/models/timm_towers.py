@@ -4,26 +4,58 @@ timm's functions for named models call a constructor with many arguments. `timm_
 reads the arguments and stops it, so nothing is built. Every argument that is not timm's default must have a counterpart
 in `VisionConfig`; a model with any other argument runs on open_clip's modules.
 
-Source: timm 1.0, `vision_transformer.py`, and open_clip 3.3.0, `timm_model.py`.
+Source: timm 1.0, `vision_transformer.py` and `eva.py`, and open_clip 3.3.0, `timm_model.py`.
 """
 
 import functools
 import inspect
 import json
 from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Literal
 from unittest import mock
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from megaclip.errors import first_line
 from megaclip.open_clip_package import import_open_clip
 
+
+class TimmArguments(BaseModel):
+    """Arguments of timm's function for a vision transformer; those that are None keep the default of its name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    img_size: int | None = Field(None, gt=0, le=1 << 14)
+    """Height and width of the square input, in pixels."""
+    patch_size: int | None = Field(None, gt=0)
+    """Height and width of one patch, in pixels."""
+    embed_dim: int | None = Field(None, gt=0, le=1 << 17)
+    """Number of channels of every token."""
+    depth: int | None = Field(None, gt=0, le=1000)
+    """Number of blocks."""
+    num_heads: int | None = Field(None, gt=0)
+    """Number of attention heads."""
+    mlp_ratio: float | None = Field(None, gt=0, le=100)
+    """Ratio of the MLP's hidden width to `embed_dim`."""
+    act_layer: Literal["gelu", "gelu_tanh"] | None = None
+    """Activation."""
+
+
 _READ = {"img_size", "patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "num_classes", "global_pool"} | {
-    *("init_values", "class_token", "norm_layer", "act_layer", "pre_norm")
+    *("class_token", "norm_layer")
 }
-"""Arguments of timm's constructors that become settings."""
+_READ_OF = {
+    "VisionTransformer": {"init_values", "act_layer", "pre_norm"},
+    "Eva": {
+        *("use_pre_transformer_norm", "use_post_norm", "attn_type", "qkv_fused", "attn_pool_num_heads"),
+        *("attn_pool_mlp_ratio", "swiglu_mlp", "scale_mlp", "scale_attn_inner", "use_rot_pos_emb", "ref_feat_shape"),
+        *("rope_grid_offset", "rope_grid_indexing"),
+    },
+}
+"""Arguments of timm's constructors that become settings, of both classes and of one."""
 
 
 def timm_settings(vision: dict[str, Any]) -> dict[str, Any] | str:
@@ -38,7 +70,10 @@ def timm_settings(vision: dict[str, Any]) -> dict[str, Any] | str:
             return f"{key} {json.dumps(value, default=str)}"
     if vision.get("timm_drop_path"):
         return f"timm_drop_path {vision['timm_drop_path']}"
-    found = _trunk_settings(str(name), pool)
+    options = vision.get("timm_model_kwargs") or {}
+    if not isinstance(options, dict) or not TimmArguments.model_fields.keys() >= options.keys():
+        return f"timm_model_kwargs {json.dumps(options, default=str)}"
+    found = _trunk_settings(str(name), pool, json.dumps(options, default=str))
     if isinstance(found, str):
         return f"timm_model_name {name} with {found}"
     if size not in (found["image_size"], [found["image_size"]] * 2):
@@ -47,23 +82,26 @@ def timm_settings(vision: dict[str, Any]) -> dict[str, Any] | str:
 
 
 @functools.lru_cache(maxsize=256)
-def _trunk_settings(name: str, pool: str) -> dict[str, Any] | str:
-    """Return fields of `VisionConfig`, or the first argument that has no counterpart."""
+def _trunk_settings(name: str, pool: str, options: str) -> dict[str, Any] | str:
+    """Return fields of `VisionConfig`, or the first argument that has no counterpart.
+
+    options: values of `TimmArguments`, in JSON.
+    """
     if ":" in name:
         return "a source outside timm"
     try:
-        kind, arguments, defaults = _constructor_call(name, pool)
+        kind, arguments, defaults = _constructor_call(name, global_pool=pool, **json.loads(options))
     except Exception as error:  # timm does not document what it raises; open_clip's modules repeat the error
         return f"{type(error).__name__}: {first_line(error)}"
-    if kind != "VisionTransformer":
+    if kind not in _READ_OF:
         return f"class {kind}"
     for argument, value in arguments.items():
-        if argument not in _READ and value != defaults[argument]:
+        if argument not in _READ | _READ_OF[kind] and value != defaults[argument]:
             return f"{argument} {getattr(value, '__name__', value)}"
     from timm.layers import LayerNorm, get_act_layer, get_norm_layer
 
     norm = (get_norm_layer(arguments["norm_layer"]) or LayerNorm)(8)
-    activation = (get_act_layer(arguments["act_layer"]) or nn.GELU)()
+    activation = (get_act_layer(arguments.get("act_layer")) or nn.GELU)()
     gelu = {"GELU": "none", "GELUTanh": "tanh"}.get(type(activation).__name__)
     width, heads, pools = arguments["embed_dim"], arguments["num_heads"], pool == "map"
     sides = [
@@ -72,11 +110,15 @@ def _trunk_settings(name: str, pool: str) -> dict[str, Any] | str:
     for condition, reason in (
         (not isinstance(norm, nn.LayerNorm), f"norm_layer {type(norm).__name__}"),
         (gelu is None, f"act_layer {type(activation).__name__}"),
-        (pools and arguments["class_token"], "a class token and global_pool map"),
+        (kind != "Eva" and pools and arguments["class_token"], "a class token and global_pool map"),
         (any(high != wide for high, wide in sides), "images or patches that are not square"),
     ):
         if condition:
             return reason
+    blocks = _eva_blocks(arguments) if kind == "Eva" else {"ls_init_value": arguments["init_values"] or None}
+    if isinstance(blocks, str):
+        return blocks
+    normalises_first = arguments["use_pre_transformer_norm" if kind == "Eva" else "pre_norm"]
     return {
         "image_size": sides[0][0],
         "patch_size": sides[1][0],
@@ -84,20 +126,47 @@ def _trunk_settings(name: str, pool: str) -> dict[str, Any] | str:
         "layers": arguments["depth"],
         "head_width": width // heads,
         "mlp_ratio": float(arguments["mlp_ratio"]),
-        "ls_init_value": arguments["init_values"] or None,
-        "no_ln_pre": not arguments["pre_norm"],
-        "patch_bias": not arguments["pre_norm"],
+        "no_ln_pre": not normalises_first,
+        "patch_bias": not normalises_first,
         "class_token": bool(arguments["class_token"]),
-        "pool_heads": heads if pools else 0,
+        "pool_heads": (arguments.get("attn_pool_num_heads") or heads) if pools else 0,
+        "pool_mlp_ratio": float(arguments.get("attn_pool_mlp_ratio") or arguments["mlp_ratio"]),
         "norm_kwargs": {"eps": norm.eps},
         "act_kwargs": {"approximate": gelu},
+        **blocks,
     }
 
 
-def _constructor_call(name: str, pool: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+def _eva_blocks(arguments: dict[str, Any]) -> dict[str, Any] | str:
+    """Return the fields of EVA's blocks, or the first argument that has no counterpart."""
+    gated, reference = bool(arguments["swiglu_mlp"]), arguments["ref_feat_shape"]
+    together = {"scale_mlp": gated, "scale_attn_inner": gated, "qkv_fused": not gated}
+    for argument, expected in together.items():
+        if bool(arguments[argument]) != expected:
+            return f"{argument} {arguments[argument]} and swiglu_mlp {gated}"
+    if gated and (arguments["use_post_norm"] or arguments["attn_type"] != "eva"):
+        return "swiglu_mlp and use_post_norm or attn_type"
+    if reference is not None and len(set(reference)) > 1:
+        return f"ref_feat_shape {reference}"
+    rotary = {
+        "reference": None if reference is None else int(reference[0]),
+        "offset": float(arguments["rope_grid_offset"]),
+        "columns_first": arguments["rope_grid_indexing"] == "xy",
+    }
+    return {
+        "eva": True,
+        "key_bias": arguments["attn_type"] == "rope",
+        "gated": gated,
+        "norms_behind": bool(arguments["use_post_norm"]),
+        "rotary": rotary if arguments["use_rot_pos_emb"] else None,
+    }
+
+
+def _constructor_call(name: str, **options: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Return the class that timm builds for a model, the arguments of its constructor, and their defaults."""
     import_open_clip()
     import timm
+    from timm.models.eva import Eva
     from timm.models.vision_transformer import VisionTransformer
 
     class Stop(Exception):
@@ -113,10 +182,12 @@ def _constructor_call(name: str, pool: str) -> tuple[str, dict[str, Any], dict[s
 
         return stop
 
-    with mock.patch.object(VisionTransformer, "__init__", stop_at(VisionTransformer.__init__)), torch.device("meta"):
+    with ExitStack() as patches, torch.device("meta"):
+        for kind in (VisionTransformer, Eva):
+            patches.enter_context(mock.patch.object(kind, "__init__", stop_at(kind.__init__)))
         try:
-            built = timm.create_model(name, pretrained=False, num_classes=0, global_pool=pool)
+            built = timm.create_model(name, pretrained=False, num_classes=0, **options)
         except Stop as stopped:
-            kind, arguments, defaults = stopped.args
-            return kind, arguments, defaults
+            found, arguments, defaults = stopped.args
+            return found, arguments, defaults
     return type(built).__name__, {}, {}

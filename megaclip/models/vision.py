@@ -14,6 +14,7 @@ from torch import nn
 from megaclip.models.blocks import AttentionPooling, Part, Transformer, project, projection
 from megaclip.models.config import TimmVisionConfig, VisionConfig
 from megaclip.models.layers import LayerFactory
+from megaclip.models.rotary import rotation_of
 
 
 class PatchDropout(nn.Module):
@@ -92,17 +93,23 @@ class VisionTower(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Encode images (b, 3, image_size, image_size), any floating dtype, as (b, D) in the parameters' dtype."""
-        return self._encode(images, self.patch_dropout.draw(len(images), self.config.grid_size**2, images.device))
+        kept_bk = self.patch_dropout.draw(len(images), self.config.grid_size**2, images.device)
+        dtype = torch.promote_types(self.conv1.weight.dtype, torch.float32)
+        return self._encode(images, kept_bk, rotation_of(self.config, images.device, dtype))
 
-    def _encode(self, images: torch.Tensor, kept_bk: torch.Tensor | None) -> torch.Tensor:
+    def _encode(
+        self, images: torch.Tensor, kept_bk: torch.Tensor | None, rotation: torch.Tensor | None
+    ) -> torch.Tensor:
+        if rotation is not None and kept_bk is not None:
+            rotation = self.patch_dropout(rotation.expand(len(images), -1, -1), kept_bk).unsqueeze(1)
         x_bLC = self.conv1(images.to(self.conv1.weight.dtype))
         if self.class_embedding is not None:
             x_bLC = torch.cat([self.class_embedding.expand(len(images), 1, -1), x_bLC], dim=1)
         x_bLC = self.ln_pre(self.patch_dropout(x_bLC + self.positional_embedding, kept_bk))
         if self.attn_pool is not None:
-            pooled_bC = self.attn_pool(self.ln_post(self.transformer(x_bLC)))
+            pooled_bC = self.attn_pool(self.ln_post(self.transformer(x_bLC, rotation=rotation)))
         elif self.config.pool_type == "tok":
-            pooled_bC = self.ln_post(self.transformer(x_bLC, position=0).squeeze(1))
+            pooled_bC = self.ln_post(self.transformer(x_bLC, position=0, rotation=rotation).squeeze(1))
         elif self.config.final_ln_after_pool:
             pooled_bC = self.ln_post(self.transformer(x_bLC)[:, 1:].mean(dim=1))
         else:

@@ -346,15 +346,16 @@ def _one_rank_of(config: Any, tensor_ranks: int) -> DualEncoder:
 class _SplitByOutput(nn.Linear):
     """One rank's part of Megatron-core's layer of this kind, which adds its bias in a kernel of its own."""
 
-    def __init__(self, inputs: int, outputs: int, group: RankGroup, shares_input: bool) -> None:
-        super().__init__(inputs, outputs // group.size)
+    def __init__(self, inputs: int, outputs: int, group: RankGroup, shares_input: bool, bias: bool) -> None:
+        super().__init__(inputs, outputs // group.size, bias)
         self.sums_gradient = not shares_input
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.sums_gradient and x.requires_grad:
             x = x.view_as(x)
             x.register_hook(lambda gradient: torch.distributed.all_reduce(gradient))
-        return F.linear(x, self.weight) + self.bias
+        out = F.linear(x, self.weight)
+        return out if self.bias is None else out + self.bias
 
 
 class _SplitByInput(nn.Linear):

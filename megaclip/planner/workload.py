@@ -128,7 +128,7 @@ class Workload:
         """
         if isinstance(model, ModelConfig):
             for tower in (model.vision_cfg, model.text_cfg):
-                check_split(config.megaclip.tensor_parallel_size, tower.heads, int(tower.width * tower.mlp_ratio))
+                check_split(config.megaclip.tensor_parallel_size, tower)
         elif config.megaclip.tensor_parallel_size > 1:
             raise ConfigError(
                 f"megaclip.tensor_parallel_size {config.megaclip.tensor_parallel_size} requires MegaCLIP's own towers, "

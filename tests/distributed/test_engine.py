@@ -64,6 +64,16 @@ CASES["zero3 compiled"] = Case(3, 3, text_chunks=2, compiled=True, patch_dropout
 CASES["zero3 compiled locked below"] = Case(3, 3, locked="below", compiled=True)
 CASES["zero3 compiled everything"] = replace(CASES["zero3 everything"], compiled=True)
 
+# One member of each family of timm's image towers.
+CASES["zero1 SigLIP compiled"] = Case(1, 3, family="siglip", loss="siglip", compiled=True, patch_dropout=0.5)
+CASES["zero2 SigLIP locked below"] = Case(2, 3, family="siglip", loss="siglip", locked="below", text_chunks=2)
+CASES["zero3 SigLIP"] = Case(3, 3, family="siglip", loss="siglip", checkpointing="plain", persistence_threshold=100)
+CASES["zero0 PE compiled"] = Case(0, 3, family="pe", compiled=True, patch_dropout=0.5)
+CASES["zero3 PE everything"] = replace(CASES["zero3 everything"], family="pe")
+CASES["zero1 EVA-02"] = Case(1, 3, family="eva02", patch_dropout=0.5, coalesce=True)
+CASES["zero3 EVA-02 compiled"] = Case(3, 3, family="eva02", compiled=True, checkpointing="plain")
+CASES["zero2 EVA-02 enormous"] = Case(2, 3, family="eva02 enormous", text_chunks=2)
+
 # Mistakes of published code that docs/mathematics.md lists, and similar ones.
 FAULTS = {
     "logit_scale gradient times chunks": Case(3, 3, scale_fault=3.0),

@@ -42,6 +42,8 @@ SHORT = {
     "zero0 patch dropout": Case(0, 3, checkpointing="plain", patch_dropout=0.5),
     "zero3 locked": Case(3, 3, locked="most"),
     "zero1 siglip": Case(1, 3, loss="siglip"),
+    "zero1 SigLIP": Case(1, 3, family="siglip", loss="siglip", patch_dropout=0.5, clipping=0.1),
+    "zero3 PE": Case(3, 3, family="pe", checkpointing="plain"),
     # The ranks of a replica have captions of different lengths, and must cut them to equal lengths.
     "zero1 captions": Case(1, 3, captions="cut"),
     "zero3 captions": Case(3, 1, text_chunks=3, captions="cut"),

@@ -11,6 +11,7 @@ from megaclip.data import load_tokenizer
 from megaclip.data.sentencepiece_training import train_sentencepiece
 from megaclip.errors import ConfigError
 from megaclip.models import ModelConfig, OpenClipConfig, build_model, load_model_config, meta_model
+from megaclip.models.config import reason_not_own
 from megaclip.models.descriptions import describe
 from megaclip.models.open_clip_config import open_clip_descriptions
 from megaclip.models.open_clip_keys import to_open_clip
@@ -43,7 +44,8 @@ def test_null_settings_are_passed_to_open_clip(name):
     """With `timm_proj` null, the trunk's classifier is the projection. The default of open_clip is another layer."""
     given = json.loads(open_clip_descriptions()[name].read_text())
     config = load_model_config(name)
-    assert OpenClipConfig.from_dict(config.to_open_clip()).to_open_clip()["vision_cfg"] == given["vision_cfg"]
+    exported = OpenClipConfig.from_dict(config.to_open_clip()).to_open_clip()["vision_cfg"]
+    assert given["vision_cfg"].items() <= exported.items()
     with torch.device("meta"):
         del given["custom_text"]
         theirs = import_open_clip().CustomTextCLIP(**given).state_dict()
@@ -98,6 +100,25 @@ def test_open_clips_towers_refuse_starting_values_of_megaclips(tmp_path):
     assert type(load_model_config(path, "open_clip")) is OpenClipConfig
     with pytest.raises(ConfigError, match='vision_position_init "sin_cos_2d" requires MegaCLIP\'s own towers'):
         load_model_config("demo-tiny", "open_clip")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("vit_base_patch16_siglip_224", {"timm_pool": "avg"}, 'timm_pool "avg"'),
+        ("vit_base_patch16_siglip_224", {"timm_proj": "linear"}, 'timm_proj "linear"'),
+        ("vit_base_patch16_siglip_224", {"timm_drop_path": 0.1}, "timm_drop_path 0.1"),
+        ("vit_base_patch16_siglip_224", {"image_size": 256}, "image_size 256"),
+        ("vit_base_patch16_siglip_224", {"timm_model_kwargs": {"checkpoint_path": "x"}}, "timm_model_kwargs"),
+        ("hf-hub:timm/vit", {}, "a source outside timm"),
+        ("vit_base_mci_224", {"timm_pool": "token"}, "no_embed_class True"),
+        ("deit_base_distilled_patch16_224", {"timm_pool": "token"}, "class VisionTransformerDistilled"),
+        ("no_such_model", {}, "Unknown model"),
+    ],
+)
+def test_timm_models_that_own_towers_lack_are_left_to_open_clip_for_a_reason(name, changes, reason):
+    vision = {"image_size": 224, "timm_model_name": name, "timm_pool": "map", "timm_proj": "none", **changes}
+    assert reason in str(reason_not_own({"embed_dim": 768, "vision_cfg": vision, "text_cfg": {}}))
 
 
 def test_own_towers_refuse_other_models_and_name_the_setting():

@@ -15,8 +15,9 @@ from megaclip.errors import CheckpointError
 from megaclip.models import DualEncoder, ModelConfig, OpenClipConfig, build_model
 from megaclip.models.open_clip_keys import to_open_clip
 from megaclip.models.weights import stretched_positions
-from tests.open_clip_families import HUGGING_FACE, family
+from tests.open_clip_families import HUGGING_FACE, family, own_description
 from tests.pretrained import load_pretrained, load_pretrained_tower
+from tests.tolerances import POSITIONS, assert_close
 
 OWN = ModelConfig.from_dict(
     {
@@ -85,6 +86,27 @@ def test_a_timm_trunk_at_another_image_size(tmp_path):
     line = load_pretrained_tower(model, "image", written(tmp_path, theirs))
     assert_loaded(model, before, {f"visual.trunk.{name}": value for name, value in expected.items()})
     assert "visual.head.proj.weight keep their initial values" in line and "2 parameters of the file are not" in line
+
+
+@pytest.mark.parametrize("name", ["siglip", "eva02"])
+def test_own_towers_read_a_timm_trunk_at_another_image_size_as_open_clips_towers_do(tmp_path, name):
+    description = own_description(name)
+    description["vision_cfg"] |= {"image_size": 96, "timm_model_kwargs": {"img_size": 96}}
+    import timm
+
+    trunk = timm.create_model(description["vision_cfg"]["timm_model_name"], num_classes=10)
+    path, loaded = written(tmp_path, trunk.state_dict()), []
+    for kind in (ModelConfig, OpenClipConfig):
+        config = kind.from_dict(description)
+        model = built(config, 2)
+        line = load_pretrained_tower(model, "image", path)
+        assert ("keep their initial values" in line) == (name == "eva02"), "the classifier is the projection"
+        loaded.append(to_open_clip(values(model), config))
+    own, expected = loaded
+    assert own.keys() == expected.keys() and expected["visual.trunk.pos_embed"].shape[1] in (36, 37)
+    for parameter in expected.keys() - {"visual.trunk.head.weight", "visual.trunk.head.bias"}:
+        if parameter.startswith("visual."):
+            assert_close(own[parameter], expected[parameter], POSITIONS, parameter)
 
 
 @pytest.mark.parametrize(("classes", "loads"), [(0, False), (10, False), (16, True)])
