@@ -122,8 +122,8 @@ class Attention(nn.Module):
         x_bLC: torch.Tensor,
         position: Position | None = None,
         pieces: Pieces | None = None,
-        rotation: torch.Tensor | None = None,
         *,
+        rotation: torch.Tensor | None = None,
         query_11C: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position; with `causal`, position i sees 0..i.
@@ -229,9 +229,9 @@ class ResidualBlock(nn.Module):
         """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position. rotation: see `Attention`."""
         x_bQC = x_bLC if position is None else select_token(x_bLC, position, pieces)
         if self.norms_behind:
-            x_bQC = x_bQC + self.ls_1(self.ln_1(self.attn(x_bLC, position, pieces, rotation)))
+            x_bQC = x_bQC + self.ls_1(self.ln_1(self.attn(x_bLC, position, pieces, rotation=rotation)))
             return x_bQC + self.ls_2(self.ln_2(self.mlp(x_bQC)))
-        x_bQC = x_bQC + self.ls_1(self.attn(self.ln_1(x_bLC), position, pieces, rotation))
+        x_bQC = x_bQC + self.ls_1(self.attn(self.ln_1(x_bLC), position, pieces, rotation=rotation))
         return x_bQC + self.ls_2(self.mlp(self.ln_2(x_bQC)))
 
 

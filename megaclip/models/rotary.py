@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from megaclip.models.config import VisionConfig
+from megaclip.models.config import Rotary, VisionConfig
 
 _TEMPERATURE = 10000.0
 
@@ -19,10 +19,15 @@ _TEMPERATURE = 10000.0
 def rotation_of(config: VisionConfig, device: torch.device, dtype: torch.dtype) -> torch.Tensor | None:
     """Return cosines and sines of every token's angles, (L, 2 K) in `dtype`; None for a tower without them.
 
-    They are computed in float32, as in timm.
+    They are computed in float32, as in timm, and kept for later calls.
     """
     if (rotary := config.rotary) is None:
         return None
+    with torch.inference_mode(False):  # a later call may require gradients
+        return _rotation(config, rotary).to(device, dtype)
+
+
+def _rotation(config: VisionConfig, rotary: Rotary) -> torch.Tensor:
     bands = 1.0 / _TEMPERATURE ** (torch.arange(config.head_width // 4, device="cpu") / (config.head_width // 4))
     places = torch.arange(config.grid_size, dtype=torch.float32, device="cpu") + rotary.offset
     if rotary.reference is not None:
@@ -31,7 +36,7 @@ def rotation_of(config: VisionConfig, device: torch.device, dtype: torch.dtype) 
     angles = (grid.flatten(0, 1).unsqueeze(-1) * bands).flatten(1).repeat_interleave(2, dim=1)
     if config.class_token:
         angles = torch.cat([torch.zeros_like(angles[:1]), angles])
-    return torch.cat([angles.cos(), angles.sin()], dim=1).to(device, dtype)
+    return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
 def rotate(x_bHLK: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
