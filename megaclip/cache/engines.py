@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -88,7 +89,25 @@ def modules_of(engine: Any) -> list[nn.Module]:
                 f"gradient_accumulation_steps is {module.gradient_accumulation_steps()}, but GradientCache takes the "
                 "whole batch in one step; set it to 1"
             )
+        if isinstance(module, DeepSpeedEngine) and not module.managed_gradient_accumulation():
+            raise ConfigError("managed_gradient_accumulation is False, and GradientCache manages it; leave it out")
     return modules
+
+
+def partitions_parameters(module: nn.Module) -> bool:
+    """Return whether forward passes of an engine communicate, because its parameters are partitioned."""
+    if isinstance(module, DeepSpeedEngine):
+        return bool(module.zero_optimization_stage() == 3)
+    return any(isinstance(part, FSDPModule) for part in module.modules())
+
+
+def loss_scale_of(engine: DeepSpeedEngine) -> float:
+    """Return the factor of losses that `engine.backward` includes for float16; 1.0 for other dtypes."""
+    optimizer, scaler = engine.optimizer, engine.torch_autocast_z0_gradscaler
+    one = torch.ones((), device=engine.device, requires_grad=True) * 1
+    if isinstance(optimizer, ZeROOptimizer):
+        return optimizer.scale_if_loss(one).item() if optimizer.needs_scaler() else 1.0
+    return 1.0 if scaler is None else scaler.scale(one).item()
 
 
 def passes_of(modules: list[nn.Module]) -> PassEngine:

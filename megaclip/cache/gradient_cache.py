@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -21,13 +22,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megaclip.cache.engines import modules_of, passes_of
-from megaclip.cache.inputs import Chunks, divided, elements_of
+from megaclip.cache.engines import loss_scale_of, modules_of, partitions_parameters, passes_of
+from megaclip.cache.inputs import Chunks, blank_of, divided, elements_of
 from megaclip.cache.kept_graphs import KeptGraphs
 from megaclip.cache.passes import Outputs, Passes, restored
-from megaclip.comm.collectives import average_over_ranks, gather_integers
+from megaclip.comm.collectives import average_over_ranks, gather_integers, raise_on_all_ranks
 from megaclip.comm.groups import resolve
 from megaclip.errors import ConfigError, DataError
+
+_PLACES = 16
+"""Integers that ranks exchange about their chunks, or a multiple of it."""
+_MICRO_STEPS: WeakKeyDictionary[DeepSpeedEngine, int] = WeakKeyDictionary()
+"""DeepSpeed's count of calls of `engine.step()` at the last step of any cache of an engine."""
 
 
 @dataclass(frozen=True)
@@ -73,25 +79,34 @@ class GradientCache:
         keep: number of chunks whose graphs are kept from their first encoding, which saves their second one: an
             integer, "all", or "auto". "auto" keeps as many as fit into the memory that is free after two steps. On a
             CPU it keeps none.
+        scaler: the `torch.amp.GradScaler` of float16 autocast, or None. Gradients are left scaled, as after
+            `scaler.scale(loss).backward()`; the returned loss is not scaled. DeepSpeed has its own.
         group: the ranks that train together. None: all ranks.
     """
 
     def __init__(
-        self, loss: Callable[..., Tensor], engine: Any = None, *, keep: int | str = "auto", group: Any = None
+        self,
+        loss: Callable[..., Tensor],
+        engine: Any = None,
+        *,
+        keep: int | str = "auto",
+        scaler: torch.amp.GradScaler | None = None,
+        group: Any = None,
     ) -> None:
         if not (keep in ("auto", "all") or (isinstance(keep, int) and keep >= 0)):
             raise ConfigError(f'keep={keep!r}: use "auto", "all", or the number of chunks whose graphs are kept')
-        self._loss, self._group = loss, group
+        self._loss, self._scaler, self._group = loss, scaler, group
         self._modules = modules_of(engine)
         self._engine = passes_of(self._modules)
+        self.gathers_parameters = any(partitions_parameters(module) for module in self._modules)
         self._kept = KeptGraphs(keep)
         self._encoders: list[Callable[..., Tensor]] = []
         self._last_built_graph = False
         self._forwards = 0
         """Number of forward passes of DeepSpeed's engine."""
-        for module in self._modules:
-            if isinstance(module, DeepSpeedEngine):
-                module.register_forward_pre_hook(self._count_forward)
+        self._deepspeed = [module for module in self._modules if isinstance(module, DeepSpeedEngine)]
+        for engine in self._deepspeed:
+            engine.register_forward_pre_hook(self._count_forward)
 
     def step(self, *arguments: Any, **named: Any) -> Tensor:
         """Leave the gradients of `loss(*arguments, **named)` where the engine's own backward pass would leave them.
@@ -104,7 +119,10 @@ class GradientCache:
             the loss of this rank, (), without a graph.
 
         Raises:
-            DataError: on every rank, if the inputs of a rank cannot be divided into chunks.
+            DataError: on every rank, if the inputs of a rank cannot be divided into chunks, or ranks pass different
+                numbers of `Encoded` arguments.
+            MegaclipError: an encoder has failed on another rank. With FSDP2 and ZeRO-3, whose forward passes
+                communicate, only that rank raises, as in a plain step.
             ConfigError: an argument cannot be used with the engine.
         """
         keys = [*range(len(arguments)), *named]
@@ -115,7 +133,8 @@ class GradientCache:
         self._check_engines()
         sources = self._sources(list(encoded.values()))
         passes = Passes(sources, self._engine)
-        passes.encode()
+        with nullcontext() if self.gathers_parameters else raise_on_all_ranks(group=self._group):
+            passes.encode()
         leaves = {key: source.features() for key, source in zip(encoded, sources, strict=True)}
         others = {key: value for key, value in values.items() if key not in leaves and isinstance(value, Tensor)}
         joined = {key: value for key, value in others.items() if value.requires_grad}
@@ -129,8 +148,7 @@ class GradientCache:
 
         def loss_gradients() -> list[tuple[Tensor, Tensor]]:
             nonlocal loss
-            loss.backward()  # type: ignore[no-untyped-call]  # not autograd.grad: the loss may have parameters
-            gradients = {key: torch.zeros_like(x) if x.grad is None else x.grad for key, x in leaves.items()}
+            gradients = self._loss_gradients(loss, leaves)
             leaves.clear()
             loss = loss.detach()  # frees its graph, which holds the features
             for key, source in zip(encoded, sources, strict=True):
@@ -142,8 +160,25 @@ class GradientCache:
             passes.back_propagate(loss_gradients=loss_gradients)
         _set_random_state(after_loss)
         self._average_loss_parameters()
+        _MICRO_STEPS.update({engine: engine.micro_steps for engine in self._deepspeed})
         self._kept.step_done()
         return loss
+
+    def _loss_gradients(self, loss: Tensor, leaves: dict[Any, Tensor]) -> dict[Any, Tensor]:
+        """Return the gradients of the inputs of the loss, and accumulate those of its parameters.
+
+        float16 gradients are scaled while the loss is back-propagated, so that small ones do not become 0. DeepSpeed
+        scales surrogates again, and expects scaled gradients of its own parameters only.
+        """
+        scale = loss_scale_of(self._deepspeed[0]) if self._deepspeed else 1.0
+        scaled = loss if scale == 1 else loss * scale
+        hooks = [p.register_hook(lambda gradient: gradient / scale) for p in self._loss_parameters() if scale != 1]
+        # Not autograd.grad: the loss may have parameters.
+        (scaled if self._scaler is None else self._scaler.scale(scaled)).backward()  # type: ignore[no-untyped-call]
+        for hook in hooks:
+            hook.remove()
+        gradients = {key: torch.zeros_like(x) if x.grad is None else x.grad for key, x in leaves.items()}
+        return gradients if scale == 1 else {key: each.float() / scale for key, each in gradients.items()}
 
     def _sources(self, encoded: list[Encoded]) -> list["_EncodedChunks"]:
         """Divide the inputs. All ranks agree on the numbers of chunks and of kept graphs by exchanging integers."""
@@ -153,14 +188,20 @@ class GradientCache:
             chunks = [divided(each.inputs, each.chunk, each.tokens, each.split) for each in encoded]
         except Exception as problem:  # kept until every rank knows of it
             error = problem
-        own = [len(each.inputs) for each in chunks] or [0] * len(encoded)
-        everyone = gather_integers([int(error is not None), *own], group=self._group)
+        own = [len(encoded), *(len(each.inputs) for each in chunks)] if error is None else [-1]
+        size = _PLACES * (1 + len(encoded) // _PLACES)  # equal on ranks that pass different numbers of arguments
+        everyone = gather_integers(own + [0] * (size - len(own)), group=self._group)
         if error is not None:
             raise error
-        failed = [rank for rank, (flag, *_) in enumerate(everyone) if flag]
-        if failed:
-            raise DataError(f"rank {failed[0]} could not divide its inputs into chunks; its error is in its output")
-        counts = [max(others) for others in list(zip(*everyone, strict=True))[1:]]
+        for rank, (number, *_) in enumerate(everyone):
+            if number < 0:
+                raise DataError(f"rank {rank} could not divide its inputs into chunks; its error is in its output")
+            if number != everyone[0][0]:
+                raise DataError(
+                    f"rank 0 passes {everyone[0][0]} Encoded arguments and rank {rank} {number}; pass the same on all "
+                    "ranks: a rank without samples, such as hard negatives, passes inputs without rows"
+                )
+        counts = [max(others) for others in zip(*everyone, strict=True)][1 : 1 + len(encoded)]
         sources = [
             _EncodedChunks(*each, self) for each in zip(range(len(encoded)), encoded, chunks, counts, strict=True)
         ]
@@ -187,8 +228,7 @@ class GradientCache:
         if not isinstance(output, Tensor) or (source.encoded.inputs is not None and output.dim() != 2):
             found = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
             raise ConfigError(f"an encoder returned {found}; it must return features of shape (samples, dimension)")
-        is_deepspeed = any(isinstance(module, DeepSpeedEngine) for module in self._modules)
-        if is_deepspeed and output.requires_grad and self._forwards == before:
+        if self._deepspeed and output.requires_grad and self._forwards == before:
             raise ConfigError(
                 "an encoder with trainable parameters did not call the DeepSpeed engine; call engine(...), not a "
                 "method of engine.module, and let the module's forward choose what it encodes"
@@ -197,7 +237,7 @@ class GradientCache:
 
     def kept_statistics(self) -> AbstractContextManager[None]:
         """Restore the running statistics of batch norms after the body, because an earlier pass has updated them."""
-        owners = [*self._modules, *self._encoders, *(getattr(encoder, "__self__", None) for encoder in self._encoders)]
+        owners = [*self._modules, *(used for encoder in self._encoders for used in _used_by(encoder))]
         parts = {part for owner in owners if isinstance(owner, nn.Module) for part in owner.modules()}
         norms = [part for part in parts if isinstance(part, nn.modules.batchnorm._NormBase)]
         return restored([buffer for norm in norms for buffer in norm.buffers()])
@@ -206,22 +246,30 @@ class GradientCache:
         self._forwards += 1
 
     def _check_engines(self) -> None:
-        """Raise ConfigError if an encoder names a trained engine that was not passed: its gradients would be wrong."""
-        for encoder in self._encoders:
-            encoder = encoder.func if isinstance(encoder, functools.partial) else encoder
-            names = inspect.getclosurevars(encoder) if inspect.isfunction(encoder) else None
-            used = [encoder, *names.nonlocals.values(), *names.globals.values()] if names else [encoder]
-            for module in (getattr(each, "_orig_mod", each) for each in used):
-                if not isinstance(module, DeepSpeedEngine | DistributedDataParallel) or module in self._modules:
-                    continue
-                if any(parameter.requires_grad for parameter in module.parameters()):
-                    raise ConfigError(
-                        f"an encoder calls a {type(module).__name__} that GradientCache does not know; pass it as "
-                        "`engine`"
-                    )
+        """Raise ConfigError if gradients would be wrong or lost."""
+        for module in (used for encoder in self._encoders for used in _used_by(encoder)):
+            if not isinstance(module, DeepSpeedEngine | DistributedDataParallel) or module in self._modules:
+                continue
+            if any(parameter.requires_grad for parameter in module.parameters()):
+                raise ConfigError(
+                    f"an encoder calls a {type(module).__name__} that GradientCache does not know; pass it as `engine`"
+                )
+        devices = {"cpu", get_accelerator().device_name()}
+        dtypes = [torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)]
+        if torch.float16 in dtypes and self._scaler is None and not self._deepspeed:
+            raise ConfigError(
+                "autocast is float16, in which small gradients become 0; pass scaler=torch.amp.GradScaler() to "
+                "GradientCache, or use bfloat16"
+            )
+        for engine in self._deepspeed:
+            if engine.zero_optimization_stage() in (1, 2) and _MICRO_STEPS.get(engine) == engine.micro_steps:
+                raise ConfigError(
+                    "GradientCache.step was called twice without engine.step() between, and ZeRO-1 and ZeRO-2 would "
+                    "lose the gradients of the first call; call engine.step() after each, or add the losses in one loss"
+                )
 
     def _check_joined(self, joined: dict[Any, Tensor]) -> None:
-        stage_3 = [m for m in self._modules if isinstance(m, DeepSpeedEngine) and m.zero_optimization_stage() == 3]
+        stage_3 = [engine for engine in self._deepspeed if engine.zero_optimization_stage() == 3]
         for key, value in joined.items():
             if isinstance(value, DTensor) or (stage_3 and value.numel() == 0):
                 raise ConfigError(
@@ -229,19 +277,39 @@ class GradientCache:
                     f"Encoded(function), and let the function return it from the engine's forward pass"
                 )
 
-    def _average_loss_parameters(self) -> None:
-        """Average the gradients of the loss's parameters that no engine reduces."""
-        if not isinstance(self._loss, nn.Module) or not self._modules:
-            return
+    def _loss_parameters(self) -> list[nn.Parameter]:
+        """Return the trained parameters that the loss names and no engine reduces."""
         reduced = {id(parameter) for module in self._modules for parameter in module.parameters()}
-        own = [p.grad for p in self._loss.parameters() if id(p) not in reduced and p.grad is not None]
-        average_over_ranks(own, group=resolve(self._group))
+        used = [each for each in _used_by(self._loss) if isinstance(each, nn.Module | nn.Parameter)]
+        found = (each.parameters() if isinstance(each, nn.Module) else [each] for each in used)
+        return list({p: None for each in found for p in each if p.requires_grad and id(p) not in reduced})
+
+    def _average_loss_parameters(self) -> None:
+        """Average the gradients of these parameters. Ranks may use different ones."""
+        parameters = self._loss_parameters() if self._modules else []
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        average_over_ranks(gradients, group=resolve(self._group))
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if parameter.grad is None and gradient.any():  # only other ranks have used it
+                parameter.grad = gradient
+
+
+def _used_by(function: Any) -> list[Any]:
+    """Return a callable and what it names: its object, bound arguments, and variables outside of it."""
+    if isinstance(function, functools.partial):
+        return [*_used_by(function.func), *function.args, *function.keywords.values()]
+    used = [function, getattr(function, "__self__", None)]
+    inner = getattr(function, "__func__", function)
+    if inspect.isfunction(inner):
+        names = inspect.getclosurevars(inner)
+        used += [*names.nonlocals.values(), *names.globals.values()]
+    return [getattr(each, "_orig_mod", each) for each in used]  # torch.compile's wrapper
 
 
 class _EncodedChunks:
     """The chunks of an `Encoded` argument on this rank, as a `ChunkSource`.
 
-    Chunks beyond this rank's own are blank: its last chunk again, with gradient zero.
+    Chunks beyond this rank's own are blank: its last chunk again, or a row of zeros, with gradient zero.
     """
 
     def __init__(self, index: int, encoded: Encoded, chunks: Chunks, count: int, cache: GradientCache) -> None:
@@ -250,6 +318,9 @@ class _EncodedChunks:
         self.is_whole = encoded.chunk is None and encoded.tokens is None and encoded.split is None
         self._chunks, self._order, self._cache = chunks.inputs, chunks.order, cache
         self._own = len(chunks.inputs)
+        if chunks.is_empty and cache.gathers_parameters:
+            # Modules may skip work without rows, as dropout does. Ranks would then gather in different orders.
+            self._chunks, self._own = [blank_of(chunks.inputs[0])], 0
         self._states: list[Any] = []
         self._features: list[Tensor] = []
         self._gradients: list[Tensor] = []
@@ -260,7 +331,7 @@ class _EncodedChunks:
 
     def inputs(self, *, again: bool) -> Iterator[Any]:
         for chunk in range(self.kept if again else 0, self.count):
-            yield self._chunks[min(chunk, self._own - 1)]
+            yield self._chunks[min(chunk, len(self._chunks) - 1)]
 
     def forward(self, chunk: int, inputs: Any, *, with_graph: bool, again: bool) -> Outputs:
         if again:
@@ -277,8 +348,9 @@ class _EncodedChunks:
         return Outputs({self.index: output if with_graph else output.detach()})
 
     def store(self, chunk: int, outputs: Outputs) -> None:
-        if chunk < self._own:
-            self._features.append(outputs.features[self.index].detach())
+        if chunk < max(1, self._own):
+            features = outputs.features[self.index].detach()
+            self._features.append(features if self._own else features[:0])
 
     def features(self) -> Tensor:
         """Return the features of all samples in their order, as a leaf, and keep no other copy."""

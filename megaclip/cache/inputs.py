@@ -1,7 +1,7 @@
 """Divide the inputs of an encoder into chunks: by samples, by tokens, or by the user's own function.
 
-Inputs are tensors, lists (of texts or images, one per sample), and mappings, dataclasses and tuples of these. Other
-values, such as flags, and tensors without dimensions are passed to every chunk unchanged.
+Inputs are tensors, NumPy arrays, lists (of texts or images, one per sample), and mappings, dataclasses and tuples of
+these. Other values, such as flags, and tensors without dimensions are passed to every chunk unchanged.
 """
 
 import copy
@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,8 @@ class Chunks:
     inputs: list[Any]
     order: Tensor | None = None
     """Sample at each position of the chunks, (n,) int64. None: the samples are in their order."""
+    is_empty: bool = False
+    """The only chunk has no rows."""
 
 
 def divided(inputs: Any, chunk: int | None, tokens: int | None, split: Callable[[Any], list[Any]] | None) -> Chunks:
@@ -37,7 +40,8 @@ def divided(inputs: Any, chunk: int | None, tokens: int | None, split: Callable[
         return Chunks([inputs])
     count = samples_of(inputs)
     starts = range(0, max(count, 1), chunk)  # a rank without hard negatives encodes one chunk without rows
-    return Chunks([_rows(inputs, slice(start, min(start + chunk, count))) for start in starts])
+    rows = [_rows(inputs, slice(start, min(start + chunk, count))) for start in starts]
+    return Chunks(rows, is_empty=count == 0)
 
 
 def elements_of(inputs: Any) -> int:
@@ -45,12 +49,28 @@ def elements_of(inputs: Any) -> int:
     return max([1, *(leaf.numel() if isinstance(leaf, Tensor) else len(leaf) for leaf in _leaves(inputs))])
 
 
+def blank_of(inputs: Any) -> Any:
+    """Return one row of zeros in the structure of `inputs`, with a mask of ones. Lists have no such row, and stay."""
+
+    def blank(name: str, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dim() > 0:
+            return value.new_full((1, *value.shape[1:]), name == "attention_mask")
+        if isinstance(value, np.ndarray) and value.ndim > 0:
+            return np.full((1, *value.shape[1:]), name == "attention_mask", value.dtype)
+        return value
+
+    return _replaced(inputs, blank) if not isinstance(inputs, Tensor | np.ndarray) else blank("", inputs)
+
+
 def samples_of(inputs: Any) -> int:
     """Return the number of rows of every tensor and list of `inputs`. Raises DataError if they differ."""
     counts = {len(leaf) for leaf in _leaves(inputs)}
     if len(counts) != 1:
+        found = (
+            f"the tensors of an encoder's inputs have {sorted(counts)} rows" if counts else "no tensor, array or list"
+        )
         raise DataError(
-            f"the tensors of an encoder's inputs have {sorted(counts)} rows, so their samples are not known; pass "
+            f"an encoder's inputs ({type(inputs).__name__}) have {found}, so their samples are not known; pass "
             "Encoded(..., split=function), which returns a list of inputs, one per chunk"
         )
     return counts.pop()
@@ -58,7 +78,8 @@ def samples_of(inputs: Any) -> int:
 
 def _by_tokens(inputs: Any, tokens: int) -> Chunks:
     """Sort samples by length, the longest first. Cut each chunk behind its longest sample, by its attention mask."""
-    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+    is_mapping = isinstance(inputs, Mapping)
+    mask = inputs.get("attention_mask") if is_mapping else getattr(inputs, "attention_mask", None)
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         raise DataError(
             "Encoded(..., tokens=...) requires inputs with an attention_mask of shape (samples, length); pass chunk= "
@@ -73,21 +94,23 @@ def _by_tokens(inputs: Any, tokens: int) -> Chunks:
         rows = order[start:end].to(mask.device)
         chunks.append(_cut(_rows(inputs, rows), mask.shape, lengths[start]))
         start = end
-    return Chunks(chunks or [_rows(inputs, slice(0, 0))], order if chunks else None)
+    return Chunks(chunks, order) if chunks else Chunks([_rows(inputs, slice(0, 0))], is_empty=True)
 
 
 def _cut(inputs: Any, shape: torch.Size, length: int) -> Any:
-    """Cut the tensors of shape (_, L) of a mapping to the first `length` columns."""
-    cut = copy.copy(inputs)
-    for name, value in inputs.items():
-        if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == shape[1]:
-            cut[name] = value[:, :length]
-    return cut
+    """Cut the integers (_, L) of a mapping or dataclass, and the attention mask, to the first `length` columns."""
+
+    def cut(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() != 2 or value.shape[1] != shape[1]:
+            return value
+        return value if value.is_floating_point() and name != "attention_mask" else value[:, :length]
+
+    return _replaced(inputs, cut)
 
 
 def _leaves(inputs: Any) -> Iterator[Any]:
     """Yield the tensors with rows and the lists of `inputs`."""
-    if isinstance(inputs, list) or (isinstance(inputs, Tensor) and inputs.dim() > 0):
+    if isinstance(inputs, list) or (isinstance(inputs, Tensor | np.ndarray) and inputs.ndim > 0):
         yield inputs
     elif isinstance(inputs, Mapping):
         for value in inputs.values():
@@ -104,17 +127,26 @@ def _rows(inputs: Any, rows: slice | Tensor) -> Any:
     """Return the samples `rows` of `inputs`, in the same structure."""
     if isinstance(inputs, Tensor):
         return inputs[rows] if inputs.dim() > 0 else inputs
+    if isinstance(inputs, np.ndarray):
+        return inputs[rows if isinstance(rows, slice) else rows.cpu().numpy()] if inputs.ndim > 0 else inputs
     if isinstance(inputs, list):
         return inputs[rows] if isinstance(rows, slice) else [inputs[row] for row in rows.tolist()]
-    if isinstance(inputs, Mapping):
-        part: Any = copy.copy(inputs)  # keeps the class, such as BatchEncoding
-        for name, value in inputs.items():
-            part[name] = _rows(value, rows)
-        return part
     if isinstance(inputs, tuple):
         values = [_rows(value, rows) for value in inputs]
         return type(inputs)(*values) if hasattr(inputs, "_fields") else tuple(values)
+    return _replaced(inputs, lambda name, value: _rows(value, rows))
+
+
+def _replaced(inputs: Any, new: Callable[[str, Any], Any]) -> Any:
+    """Return a mapping or dataclass whose values are `new(name, value)`; anything else unchanged."""
+    if isinstance(inputs, Mapping):
+        part: Any = copy.copy(inputs)  # keeps the class, such as BatchEncoding
+        for name, value in inputs.items():
+            part[name] = new(name, value)
+        return part
     if dataclasses.is_dataclass(inputs) and not isinstance(inputs, type):
-        fields = {field.name: _rows(getattr(inputs, field.name), rows) for field in dataclasses.fields(inputs)}
-        return dataclasses.replace(inputs, **fields)
+        part = copy.copy(inputs)  # not dataclasses.replace, which refuses fields with init=False
+        for field in dataclasses.fields(inputs):
+            object.__setattr__(part, field.name, new(field.name, getattr(inputs, field.name)))  # it may be frozen
+        return part
     return inputs

@@ -19,6 +19,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -37,8 +38,8 @@ INPUTS, FEATURES = 5, 4
 SEED = 11
 CHUNKS = {"even": (2, 2, 2), "uneven": (1, 4, 2)}
 """Samples per chunk on each rank: 3 chunks each, or 6, 2 and 3."""
-ROLES = {"two": "ab", "tied": "aa", "frozen": "ab", "three": "abc"}
-"""Module of each input of the loss."""
+ROLES = {"two": "ab", "tied": "aa", "frozen": "ab", "three": "abc", "adapters": "ab"}
+"""Module of each input of the loss. "adapters": low-rank terms of frozen layers are trained, as in LoRA."""
 ENGINES = ("plain", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
 BOTH = (False, True)
 COLUMNS = (ENGINES, (1, 2, 3), tuple(ROLES), tuple(CHUNKS), BOTH, BOTH, (0, 1, "all"), BOTH, BOTH)
@@ -69,11 +70,15 @@ class Encoder(nn.Module):
 
     def __init__(self, row: Row) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(INPUTS, 8), nn.Linear(8, FEATURES)
+        self.first, self.last, self.adapter = nn.Linear(INPUTS, 8), nn.Linear(8, FEATURES), None
+        if row.encoders == "adapters":
+            self.requires_grad_(False)
+            self.adapter = nn.Sequential(nn.Linear(INPUTS, 2, bias=False), nn.Linear(2, 8, bias=False))
         self.dropout, self.checkpoints = nn.Dropout(0.3 if row.drops else 0.0), row.checkpoints
 
     def hidden(self, x: Tensor) -> Tensor:
-        return self.dropout(torch.tanh(self.first(x)))
+        adapted = self.first(x) if self.adapter is None else self.first(x) + self.adapter(x)
+        return self.dropout(torch.tanh(adapted))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = checkpoint(self.hidden, x, use_reentrant=False) if self.checkpoints else self.hidden(x)
@@ -318,19 +323,22 @@ def ddp(**options: Any) -> tuple[Any, Model]:
     return DistributedDataParallel(model, **options), model
 
 
-def zero(stage: int, *, bf16: bool = False, offload: str = "", accumulation: int = 1) -> tuple[Any, Model]:
+def zero(stage: int, *, dtype: str = "fp32", power: int = 10, offload: str = "", **further: Any) -> tuple[Any, Model]:
     model = Model(BASE)
     section: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
     if offload:
         section[offload] = {"device": "cpu"}
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": accumulation,
+        **further,
         "zero_optimization": section,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.0} if offload else {"lr": 0.0, "torch_adam": True}},
-        "bf16": {"enabled": bf16},
+        "bf16": {"enabled": dtype == "bf16"},
+        "fp16": {"enabled": dtype == "fp16", "initial_scale_power": power},
     }
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0], model
+    with pytest.MonkeyPatch.context() as patch:  # DeepSpeed's steps in float16 run on CPUs, but it refuses them
+        patch.setattr(type(get_accelerator()), "is_fp16_supported", lambda _: True)
+        return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0], model
 
 
 def each_encoder(wrap: Callable[[nn.Module], Any]) -> tuple[Any, Model]:
@@ -351,10 +359,12 @@ VARIANTS: dict[str, tuple[Callable[[], tuple[Any, Model]], str, float]] = {
     "ZeRO-2, its parameter in the loss": (lambda: zero(2), "loss", 1e-5),
     "two DDP modules": (lambda: each_encoder(DistributedDataParallel), "module", 1e-9),
     "two FSDP2 modules": (lambda: each_encoder(fully_shard), "module", 1e-9),
-    "ZeRO-0, bf16": (lambda: zero(0, bf16=True), "engine", 3e-2),
-    "ZeRO-1, bf16": (lambda: zero(1, bf16=True), "engine", 3e-2),
+    "ZeRO-0, bf16": (lambda: zero(0, dtype="bf16"), "engine", 3e-2),
+    "ZeRO-1, bf16": (lambda: zero(1, dtype="bf16"), "engine", 3e-2),
+    "ZeRO-1, fp16, its parameter in the loss": (lambda: zero(1, dtype="fp16"), "loss", 3e-3),
+    "ZeRO-3, fp16": (lambda: zero(3, dtype="fp16"), "scale from the engine", 3e-3),
     "ZeRO-2, offload": (lambda: zero(2, offload="offload_optimizer"), "engine", 1e-5),
-    "ZeRO-3, offload, bf16": (lambda: zero(3, bf16=True, offload="offload_param"), "scale from the engine", 3e-2),
+    "ZeRO-3, offload, bf16": (lambda: zero(3, dtype="bf16", offload="offload_param"), "scale from the engine", 3e-2),
 }
 REFUSED: dict[str, tuple[Callable[[], tuple[Any, Model]], str, str]] = {
     "static graph": (lambda: ddp(static_graph=True), "engine", "static_graph=True"),
@@ -366,9 +376,25 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Model]], str, str]] = {
     ),
     "DDP's module is not passed": (ddp, "unknown", "a DistributedDataParallel that GradientCache"),
     "partitioned scale": (lambda: zero(3), "engine", r"'logit_scale' was computed from a partitioned parameter"),
-    "accumulation steps": (lambda: zero(1, accumulation=2), "engine", "gradient_accumulation_steps is 2"),
+    "accumulation steps": (
+        lambda: zero(1, gradient_accumulation_steps=2),
+        "engine",
+        "gradient_accumulation_steps is 2",
+    ),
+    "accumulation that is not managed": (
+        lambda: zero(2, managed_gradient_accumulation=False),
+        "engine",
+        "leave it out",
+    ),
+    "two steps of ZeRO-1 at once": (lambda: zero(1), "twice", "was called twice without engine.step"),
     "samples of one rank": (ddp, "broken", "bad sample|rank 1 could not divide its inputs"),
+    "encoder of one rank": (lambda: zero(2), "full", "OutOfMemoryError: no memory"),
+    "inputs of one rank": (ddp, "missing", "rank 0 passes 2 Encoded arguments and rank 1 3"),
 }
+
+
+def no_memory(_: Tensor) -> Tensor:
+    raise torch.OutOfMemoryError("OutOfMemoryError: no memory")
 
 
 def vary(build: Callable[[], tuple[Any, Model]], calls: str, keep: int) -> dict[str, Tensor]:
@@ -390,6 +416,10 @@ def vary(build: Callable[[], tuple[Any, Model]], calls: str, keep: int) -> dict[
         model.zero_grad()
         inputs = zip("ab", inputs_of(BASE, dist.get_rank(), dtype), strict=True)
         encoded = [Encoded(functools.partial(called, name), x, split=split) for name, x in inputs]
+        if calls == "full" and dist.get_rank() == 1:
+            encoded[1] = Encoded(no_memory, encoded[1].inputs, chunk=2)
+        if calls == "missing" and dist.get_rank() == 1:
+            encoded += encoded[1:]
         if calls == "loss":
             cache.step(*encoded)
         elif calls == "scale from the engine":
@@ -397,18 +427,59 @@ def vary(build: Callable[[], tuple[Any, Model]], calls: str, keep: int) -> dict[
         else:
             cache.step(*encoded, logit_scale=model.log_scale.exp())
         if isinstance(engine, deepspeed.DeepSpeedEngine):
-            gradients = {name: safe_get_full_grad(p).clone() for name, p in model.named_parameters()}
-            engine.step()
+            scale = engine.optimizer.loss_scale if engine.fp16_enabled() else 1.0
+            gradients = {name: safe_get_full_grad(p) / scale for name, p in model.named_parameters()}
+            if calls != "twice":
+                engine.step()
         else:
             whole = ((name, p.grad) for name, p in model.named_parameters())
             gradients = {name: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for name, g in whole}
     return gradients
 
 
+def overflow() -> None:
+    """Check that all ranks skip a step whose float16 gradients overflow, and take later ones."""
+    engine, model = zero(2, dtype="fp16", power=22)
+    cache, numbers = GradientCache(ClipLoss(), engine), []
+    x, y = inputs_of(BASE, dist.get_rank(), torch.float16)
+    for _ in range(12):
+        before = [parameter.clone() for parameter in model.parameters()]
+        encoded = (Encoded(functools.partial(engine, name), z, chunk=4) for name, z in (("a", x), ("b", y)))
+        cache.step(*encoded, model.log_scale.exp())
+        engine.step()
+        numbers.append(engine.skipped_steps)
+        assert all(map(torch.equal, before, model.parameters())) or engine.skipped_steps < len(numbers)
+    assert 2 < numbers[-1] < 12 and numbers[-1] == numbers[-2], numbers
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def loss_parameters() -> None:
+    """Check that parameters which a function names as its loss have gradients of all ranks, also those of one rank."""
+    engine, _ = ddp()
+    weights, extra, clip = nn.Linear(FEATURES, 1).double(), nn.Parameter(torch.zeros(2)), ClipLoss()
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return clip(x, y, 2.0) + weights(x * y).mean() + (extra.sum() if dist.get_rank() == 1 else 0.0)
+
+    inputs = inputs_of(BASE, dist.get_rank(), torch.float64)
+    encoded = [Encoded(functools.partial(engine, name), z, chunk=4) for name, z in zip("ab", inputs, strict=True)]
+    GradientCache(loss, engine).step(*encoded)
+    x, y = (engine.module(name, z).detach() for name, z in zip("ab", inputs, strict=True))
+    expected = (x * y).mean(0, keepdim=True)
+    dist.all_reduce(expected)
+    torch.testing.assert_close(weights.weight.grad, expected / 2, rtol=0, atol=1e-12)
+    assert extra.grad is not None and extra.grad.tolist() == [0.5, 0.5]
+
+
+CHECKS = {"overflow": overflow, "parameters of a function": loss_parameters}
+
+
 def vary_all() -> dict[str, Any]:
     quiet_deepspeed()
+    checked = {name: or_traceback(check) for name, check in CHECKS.items()}
     outcomes = {name: or_traceback(vary, build, calls, 1) for name, (build, calls, _) in VARIANTS.items()}
-    return outcomes | {name: or_traceback(vary, build, calls, 0) for name, (build, calls, _) in REFUSED.items()}
+    refused = {name: or_traceback(vary, build, calls, 0) for name, (build, calls, _) in REFUSED.items()}
+    return outcomes | refused | checked
 
 
 @functools.cache
@@ -423,6 +494,11 @@ def test_variants_of_engines_have_the_gradients_of_one_process(name: str) -> Non
         got = by_name[name]
         assert not isinstance(got, str), got
         assert max(float((got[n].double() - g).abs().max()) for n, g in expected.items()) < VARIANTS[name][2]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_all_ranks_agree(name: str) -> None:
+    assert [by_name[name] for by_name in variants()] == [None, None]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,8 +1,9 @@
 """`GradientCache` in one process, against one plain step: inputs, losses, scalars, autocast and errors."""
 
+import functools
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -20,12 +21,22 @@ ROWS = 7
 Pair = namedtuple("Pair", ["x", "flag"])
 
 
-@dataclass
+@dataclass(frozen=True)
 class Page:
     """Inputs of one sample in each row."""
 
     x: Tensor
-    name: str = "page"
+    name: str = field(default="page", init=False)
+
+
+@dataclass(slots=True)
+class Texts:
+    """Inputs with an attention mask, and features that have as many columns as there are tokens."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    lengths: Tensor
+    features: Tensor
 
 
 def encoder_and_inputs() -> tuple[nn.Module, Tensor, Tensor]:
@@ -39,6 +50,7 @@ def own_loss(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
 
 STRUCTURES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "tensor": (lambda x: x, lambda inputs: inputs),
+    "NumPy": (lambda x: {"x": x.numpy()}, lambda each: torch.from_numpy(each["x"])),
     "dictionary": (lambda x: {"x": x, "on": True, "none": None, "factor": torch.tensor(1.0)}, lambda each: each["x"]),
     "BatchEncoding": (lambda x: BatchEncoding({"x": x}), lambda each: each.x),
     "dataclass": (Page, lambda each: each.x),
@@ -73,17 +85,21 @@ def test_inputs_of_any_structure_are_divided_by_samples(structure: str, keep: in
         torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-12)
 
 
-def test_chunks_by_tokens_are_sorted_cut_and_put_back_in_order() -> None:
+@pytest.mark.parametrize("kind", [Texts, BatchEncoding])
+def test_chunks_by_tokens_are_sorted_cut_and_put_back_in_order(kind: type) -> None:
     torch.manual_seed(0)
     table = nn.Embedding(9, 3).double()
     lengths = torch.tensor([2, 5, 1, 3, 5, 4, 1])
     mask = (torch.arange(6) < lengths[:, None]).long()
-    inputs = BatchEncoding({"input_ids": torch.randint(9, (ROWS, 6)), "attention_mask": mask, "other": lengths})
+    inputs: Any = Texts(torch.randint(9, (ROWS, 6)), mask, lengths, torch.randn(ROWS, 6).double())
+    if kind is BatchEncoding:
+        inputs = BatchEncoding({name: getattr(inputs, name) for name in Texts.__slots__})
     shapes = []
 
     def encode(batch: Any) -> Tensor:
-        shapes.append(tuple(batch["input_ids"].shape))
-        return (table(batch["input_ids"]) * batch["attention_mask"][..., None]).sum(1) + batch["other"][:, None]
+        shapes.append(tuple(batch.input_ids.shape))
+        tokens = (table(batch.input_ids) * batch.attention_mask[..., None]).sum(1)
+        return tokens + batch.lengths[:, None] + batch.features.sum(1, keepdim=True)
 
     weights = torch.randn(ROWS, 3).double()
     loss = GradientCache(lambda x: (x * weights).sum()).step(Encoded(encode, inputs, tokens=10))
@@ -145,8 +161,18 @@ def test_a_users_own_split_and_a_loss_with_parameters() -> None:
         GradientCache(loss).step(Encoded(pool, batch, chunk=2), labels=labels)
 
 
-@pytest.mark.parametrize("keep", [0, 1])
-def test_chunks_run_under_the_callers_autocast_and_statistics_change_once(keep: int) -> None:
+CALLS: dict[str, Callable[[nn.Module], Callable[[Tensor], Tensor]]] = {
+    "module": lambda encoder: encoder,
+    "function": lambda encoder: lambda inputs: encoder(inputs),
+    "method": lambda encoder: encoder.forward,
+    "partial": lambda encoder: functools.partial(lambda module, inputs: module(inputs), encoder),
+}
+
+
+@pytest.mark.parametrize(
+    ("keep", "call"), [(0, "module"), (1, "function"), (0, "function"), (0, "method"), (0, "partial")]
+)
+def test_chunks_run_under_the_callers_autocast_and_statistics_change_once(keep: int, call: str) -> None:
     torch.manual_seed(0)
     encoder = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     x, y = torch.randn(8, 4), torch.randn(8, 4)
@@ -164,7 +190,7 @@ def test_chunks_run_under_the_callers_autocast_and_statistics_change_once(keep: 
         return own_loss(a, b, torch.tensor(1.0))
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        GradientCache(loss, keep=keep).step(Encoded(encoder, x, chunk=4), Encoded(encoder, y, chunk=4))
+        GradientCache(loss, keep=keep).step(*(Encoded(CALLS[call](encoder), each, chunk=4) for each in (x, y)))
     assert dtypes == [torch.bfloat16]
     assert torch.equal(encoder[1].running_mean, statistics)
     for parameter, gradient in zip(encoder.parameters(), expected, strict=True):
@@ -185,6 +211,27 @@ def test_weights_that_only_later_chunks_use_receive_gradients_under_autocast() -
     with torch.autocast("cpu", dtype=torch.bfloat16):
         GradientCache(lambda y: y.float().square().sum()).step(Encoded(encode, x, split=split))
     assert first.weight.grad is not None and second.weight.grad is not None
+
+
+def under_float16(function: Callable[[], Any]) -> Any:
+    with torch.autocast("cpu", dtype=torch.float16):
+        return function()
+
+
+def test_the_gradients_of_float16_autocast_are_scaled() -> None:
+    """The gradients of the features are below the smallest float16, 6e-8, without their scale."""
+    torch.manual_seed(0)
+    encoder, x = nn.Linear(4, 3), torch.randn(6, 4)
+    (encoder(x).square().sum() * 1e-9).backward()
+    expected = [parameter.grad for parameter in encoder.parameters()]
+    encoder.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    cache = GradientCache(lambda y: y.float().square().sum() * 1e-9, scaler=scaler)
+    loss = under_float16(lambda: cache.step(Encoded(encoder, x, chunk=2)))
+    assert loss.item() < 1e-6
+    scaler.unscale_(torch.optim.SGD(encoder.parameters(), lr=0.0))
+    for parameter, gradient in zip(encoder.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0.01, atol=1e-11)
 
 
 def test_random_numbers_continue_after_a_step_as_without_a_second_encoding() -> None:
@@ -247,6 +294,11 @@ def test_graphs_are_kept_after_two_steps_in_the_measured_free_memory(
         (lambda x: GradientCache(lambda x: x).step(Encoded(nn.Linear(4, 2).double(), x)), "one scalar tensor"),
         (lambda x: GradientCache(own_loss).step(Encoded(nn.Identity(), x, split=lambda x: [])), "no chunks"),
         (lambda x: GradientCache(own_loss).step(Encoded(nn.Identity(), x, tokens=2)), "requires inputs with an attent"),
+        (
+            lambda x: GradientCache(own_loss).step(Encoded(nn.Identity(), ("a", "b"), chunk=1)),
+            "no tensor, array or list",
+        ),
+        (lambda x: under_float16(lambda: GradientCache(own_loss).step(Encoded(nn.Linear(4, 2), x))), "pass scaler="),
     ],
 )
 def test_what_cannot_work_is_refused_with_advice(call: Callable[[Tensor], Any], message: str) -> None:
