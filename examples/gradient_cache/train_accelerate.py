@@ -12,7 +12,7 @@ model = Encoders()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loader = DataLoader(pairs(), batch_size=GLOBAL_BATCH // accelerator.num_processes)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-cache = GradientCache(ClipLoss(), model)
+cache = GradientCache(ClipLoss(), model, scaler=accelerator.scaler)  # the scaler of fp16, or None
 
 for images, texts in loader:
     optimizer.zero_grad()

@@ -1,7 +1,7 @@
 """Train with sentence-transformers (tested with 6.2): torchrun --nproc_per_node 2 train_sentence_transformers.py MODEL
 
-MODEL: a name from the Hugging Face Hub or a folder. `CachedClipLoss` replaces CachedMultipleNegativesRankingLoss for
-pairs of texts, in both directions, with the pairs of all ranks as negatives.
+MODEL: a name from the Hugging Face Hub or a folder. `CachedClipLoss` replaces CachedMultipleNegativesRankingLoss, in
+both directions, with the texts of all ranks as negatives.
 """
 
 import sys
@@ -15,15 +15,20 @@ from megaclip import ClipLoss, Encoded, GradientCache
 
 
 class CachedClipLoss(torch.nn.Module):
-    """A loss of sentence-transformers: pairs of texts, encoded in chunks of `mini_batch_size`.
+    """A loss of sentence-transformers: pairs of texts, or pairs with columns of hard negatives, encoded in chunks.
 
-    scale: factor of the similarities. The call leaves the gradients in the model's parameters, and the backward pass of
-    the returned loss does nothing. So gradient_accumulation_steps must be 1, and DeepSpeed cannot be used.
+    scale: factor of the similarities. mini_batch_size: number of texts in a chunk. The call leaves the gradients in the
+    model's parameters, and the backward pass of the returned loss does nothing. So gradient_accumulation_steps must be
+    1, fp16 is refused, and DeepSpeed cannot be used.
     """
 
     def __init__(self, model, scale=20.0, mini_batch_size=32):
         super().__init__()
         self.model, self.scale, self.mini_batch_size, self.cache = model, scale, mini_batch_size, None
+        self.clip = ClipLoss()
+
+    def loss(self, anchors, positives, *negatives):
+        return self.clip(anchors, positives, self.scale, negatives=torch.cat(negatives) if negatives else None)
 
     def encode(self, features):
         return normalize(self.model(features)["sentence_embedding"], dim=-1)
@@ -34,9 +39,12 @@ class CachedClipLoss(torch.nn.Module):
         ]
         texts = [Encoded(self.encode, features, chunk=self.mini_batch_size) for features in tensors]
         if not torch.is_grad_enabled():  # an evaluation
-            return ClipLoss()(*(self.encode(each.inputs) for each in texts), self.scale)
-        self.cache = self.cache or GradientCache(ClipLoss(), self.model)
-        return self.cache.step(*texts, logit_scale=self.scale).requires_grad_()
+            return self.loss(*(self.encode(each.inputs) for each in texts))
+        self.cache = self.cache or GradientCache(self.loss, self.model)
+        return self.cache.step(*texts).requires_grad_()
+
+    def get_config_dict(self):
+        return {"scale": self.scale, "mini_batch_size": self.mini_batch_size}
 
 
 class PrintedLoss(SentenceTransformerTrainer):

@@ -15,13 +15,15 @@ class CachedTrainer(Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         model.train()
         inputs = self._prepare_inputs(inputs)
-        self.cache = self.cache or GradientCache(ClipLoss(), model)
+        self.cache = self.cache or GradientCache(ClipLoss(), model, scaler=self.accelerator.scaler)
         with self.compute_loss_context_manager():  # autocast
             loss = self.cache.step(
                 Encoded(lambda chunk: model(images=chunk), inputs["images"], chunk=3),
                 Encoded(lambda chunk: model(texts=chunk), inputs["texts"], chunk=4),
                 logit_scale=Encoded(model),
             )
+        if self.is_deepspeed_enabled:
+            model.step()  # the optimizer of Trainer does nothing then
         if self.is_world_process_zero():
             print(f"loss {loss.item():.6f}")
         return loss

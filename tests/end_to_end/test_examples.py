@@ -93,8 +93,9 @@ def test_another_trainer_trains_on_the_whole_batch(tmp_path, expected, script, r
     assert_close([float(loss) for loss in re.findall(r"\bloss (\d\.\d{6})\b", output)], expected, RUN["loss"])
 
 
-def test_the_loss_class_for_sentence_transformers_has_the_gradients_of_their_own(monkeypatch):
-    """Their symmetric MultipleNegativesRankingLoss encodes the whole batch at once. They need not be installed."""
+@pytest.mark.parametrize("columns", [2, 4])
+def test_the_loss_class_for_sentence_transformers_has_the_gradients_of_their_own(monkeypatch, columns):
+    """Their MultipleNegativesRankingLoss encodes the whole batch at once. They need not be installed."""
     import_torchvision()
     losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
     monkeypatch.syspath_prepend(str(EXAMPLES / "gradient_cache"))
@@ -110,7 +111,7 @@ def test_the_loss_class_for_sentence_transformers_has_the_gradients_of_their_own
             return {"sentence_embedding": self.table(features["input_ids"])}
 
     gradients, values = [], []
-    texts = torch.randint(60, (2, 10, 12), generator=torch.Generator().manual_seed(1))
+    texts = torch.randint(60, (columns, 10, 12), generator=torch.Generator().manual_seed(1))
     directions = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
     for loss_of in (
         lambda model: losses.MultipleNegativesRankingLoss(model, **directions),
