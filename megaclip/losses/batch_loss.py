@@ -79,23 +79,6 @@ class BatchLoss(nn.Module):
         copied.__setstate__(copy.deepcopy(self.__dict__, memo))
         return copied
 
-    def way(
-        self, features: Tensor, ranks: RankGroup, cost: LossCost, *, need_dots: bool = False, negatives: int = 0
-    ) -> Way:
-        """Return the way of a step with local features (b, D). cost: costs of this loss. Others: as in `Way`."""
-        return make_way(
-            features,
-            ranks=ranks,
-            exchange=self.settings.exchange,
-            reduction=self.settings.reduction,
-            payload=self.settings.payload,
-            tiles=self.tiles,
-            need_dots=need_dots,
-            cost=cost,
-            ids=getattr(self.settings, "ids", "ignore"),
-            negatives=negatives,
-        )
-
 
 class SummedLoss(BatchLoss):
     """Base class of `ClipLoss` and `SigLipLoss`, with the call signature of open_clip's losses.
@@ -200,7 +183,9 @@ class SummedLoss(BatchLoss):
     def checked_way(self, inputs: LossInputs, *, ranks: RankGroup) -> Way:
         """Return the way of a step. Raises DataError on all ranks if the arguments do not fit together."""
         negatives = check_features(*inputs[:4], inputs[4:], settings=self.settings, ranks=ranks)
-        return self.way(inputs.x, ranks, self.cost, negatives=0 if inputs.negative_rows is not None else negatives)
+        sent = 0 if inputs.negative_rows is not None else negatives
+        named: dict[str, Any] = {"settings": self.settings, "tiles": self.tiles, "cost": self.cost, "negatives": sent}
+        return make_way(inputs.x, ranks=ranks, **named)
 
 
 def as_scalar(value: Any, features: Tensor) -> Tensor:

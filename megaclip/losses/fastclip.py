@@ -62,6 +62,7 @@ from megaclip.losses.temperature import (
     scheduled_rate,
     step_individual,
 )
+from megaclip.losses.way import make_way
 from megaclip.ops.types import accumulation_dtype
 
 _GAMMA_EPOCHS = 18.0  # default outside of a MegaCLIP run, as in ds_configs/fastclip_v3.json
@@ -193,7 +194,8 @@ class FastClipLoss(BatchLoss):
         with raise_on_all_ranks(group=ranks):
             _check_arguments(image_features, ids, epoch)
         ticket = ids if isinstance(ids, Ticket) else self.state.fetch(ids)
-        way = self.way(image_features, ranks, LOSS_COSTS[self.settings.variant], need_dots=self.individual)
+        named: dict[str, Any] = {"settings": self.settings, "tiles": self.tiles, "need_dots": self.individual}
+        way = make_way(image_features, ranks=ranks, cost=LOSS_COSTS[self.settings.variant], **named)
         gamma = inner_rate(
             self.gamma_schedule,
             math.floor(epoch) if self.settings.gamma_per == "epoch" else epoch,

@@ -31,6 +31,7 @@ from megaclip.comm.machine import CPU as CPU  # for the planner
 from megaclip.comm.machine import Machine, machine_of
 from megaclip.logging import get_logger, log_once
 from megaclip.losses.costs import LossCost, Sizes
+from megaclip.losses.settings import LossSettings
 from megaclip.ops.types import TileOptions, accumulation_dtype
 
 EXCHANGES = ("ring", "all_gather")
@@ -86,29 +87,46 @@ def make_way(
     features: Tensor,
     *,
     ranks: RankGroup,
-    exchange: str,
-    reduction: str,
+    settings: LossSettings,
     tiles: TileOptions,
-    need_dots: bool,
-    payload: str = "auto",
     cost: LossCost,
-    ids: str = "ignore",
+    need_dots: bool = False,
     negatives: int = 0,
 ) -> Way:
     """Return the way of local features (b, D) on each of `ranks`; log once how "auto" was resolved.
 
-    ids: the setting of the loss. negatives: number that each rank sends. Both change the cost.
+    settings: those of a loss; ids="mask" and "positive" change its cost, as do the negatives that each rank sends.
+    cost: costs of this loss. need_dots: as in `Way`.
     """
-    wire = PAYLOADS[payload]
+    exchange, reduction, payload = settings.exchange, settings.reduction, PAYLOADS[settings.payload]
     ranks = by_node(ranks)
-    if ranks.size == 1:
-        exchange, reduction = (ways[0] for ways in _open_ways(exchange, reduction))
-    elif "auto" in (exchange, reduction):
-        exchange, reduction = _measure_and_choose(features, ranks, exchange, reduction, wire, cost, ids, negatives)
+    if ranks.size == 1 or "auto" in (exchange, reduction):
+        machine, sum_dtype = machine_of(ranks, features.device) if ranks.size > 1 else CPU, accumulation_dtype(features)
+        choice = choose_way(
+            exchange,
+            reduction,
+            sizes=Sizes(
+                world_size=ranks.size,
+                batch=features.shape[0],
+                embedding=features.shape[1],
+                feature_bytes=(payload or features.dtype).itemsize,
+                gradient_bytes=(payload or sum_dtype).itemsize,
+                sum_bytes=sum_dtype.itemsize,
+                ids=getattr(settings, "ids", "ignore"),
+                negatives=negatives,
+            ),
+            held_bytes=features.dtype.itemsize,
+            cost=cost,
+            machine=machine,
+            hides_exchanges=isinstance(ranks, NodeGroup) or features.device.type == "cpu",
+        )
+        exchange, reduction = choice.exchange, choice.reduction  # type: ignore[assignment]
+        if ranks.size > 1:
+            log_once(_logger.info, choice.described(machine))
     if exchange == "ring" and isinstance(ranks, NodeGroup):
         inside = f"inside each of {ranks.outer.size} hosts, and " if ranks.inner.size > 1 else ""
         log_once(_logger.info, f"ring: {inside}from host to host")
-    return Way(ranks, exchange, reduction, tiles, need_dots, wire, negatives)
+    return Way(ranks, exchange, reduction, tiles, need_dots, payload, negatives)
 
 
 def choose_way(
@@ -131,7 +149,8 @@ def choose_way(
         machine: link speed, rate of matrix products and free memory.
         hides_exchanges: True if a ring's exchanges take no additional time while tiles are computed.
     """
-    exchanges, reductions = _open_ways(exchange, reduction)
+    exchanges = EXCHANGES if exchange == "auto" else (exchange,)
+    reductions = REDUCTIONS if reduction == "auto" else (reduction,)
     rows = sizes.world_size * (sizes.batch + sizes.negatives)
     gathered = rows * sizes.embedding * (held_bytes + sizes.sum_bytes)
     if sizes.world_size == 1:  # ranks exchange nothing, and "feature" needs the fewest products
@@ -142,49 +161,6 @@ def choose_way(
         way: _seconds(*way, sizes, cost, machine, hides_exchanges) for way in itertools.product(exchanges, reductions)
     }
     return Choice(*min(seconds, key=lambda way: seconds[way]), seconds, gathered)
-
-
-def _open_ways(exchange: str, reduction: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the exchanges and the reductions that the settings allow. One rank takes the first of each."""
-    return (
-        EXCHANGES if exchange == "auto" else (exchange,),
-        REDUCTIONS if reduction == "auto" else (reduction,),
-    )
-
-
-def _measure_and_choose(
-    features: Tensor,
-    ranks: RankGroup,
-    exchange: str,
-    reduction: str,
-    payload: torch.dtype | None,
-    cost: LossCost,
-    ids: str,
-    negatives: int,
-) -> tuple[str, str]:
-    """Return `choose_way` of this group of several ranks and its machines; log its estimates once."""
-    machine = machine_of(ranks, features.device)
-    sum_dtype = accumulation_dtype(features)
-    choice = choose_way(
-        exchange,
-        reduction,
-        sizes=Sizes(
-            world_size=ranks.size,
-            batch=features.shape[0],
-            embedding=features.shape[1],
-            feature_bytes=(payload or features.dtype).itemsize,
-            gradient_bytes=(payload or sum_dtype).itemsize,
-            sum_bytes=sum_dtype.itemsize,
-            ids=ids,
-            negatives=negatives,
-        ),
-        held_bytes=features.dtype.itemsize,
-        cost=cost,
-        machine=machine,
-        hides_exchanges=isinstance(ranks, NodeGroup) or features.device.type == "cpu",
-    )
-    log_once(_logger.info, choice.described(machine))
-    return choice.exchange, choice.reduction
 
 
 def _seconds(

@@ -8,6 +8,7 @@ from megaclip.comm.groups import NodeGroup, RankGroup
 from megaclip.comm.machine import CPU, Machine, machine_of
 from megaclip.losses import way
 from megaclip.losses.costs import LOSS_COSTS
+from megaclip.losses.settings import LossSettings
 
 FAST_LINKS = Machine(link_bytes_per_s=1e15, flops_per_s=1e12, free_bytes=2**36)
 SLOW_LINKS = Machine(link_bytes_per_s=1e6, flops_per_s=1e18, free_bytes=2**36)
@@ -33,10 +34,8 @@ def chosen(
     made = way.make_way(
         torch.empty(batch, 512, dtype=torch.bfloat16, device="meta"),
         ranks=RankGroup(handle=None, rank=0, size=4),
-        exchange=exchange,
-        reduction=reduction,
+        settings=LossSettings.model_validate({"exchange": exchange, "reduction": reduction}),
         tiles=way.TileOptions(),
-        need_dots=False,
         cost=LOSS_COSTS[loss],
     )
     return made.exchange, made.reduction
