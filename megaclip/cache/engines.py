@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -99,15 +98,6 @@ def partitions_parameters(module: nn.Module) -> bool:
     if isinstance(module, DeepSpeedEngine):
         return bool(module.zero_optimization_stage() == 3)
     return any(isinstance(part, FSDPModule) for part in module.modules())
-
-
-def loss_scale_of(engine: DeepSpeedEngine) -> float:
-    """Return the factor of losses that `engine.backward` includes for float16; 1.0 for other dtypes."""
-    optimizer, scaler = engine.optimizer, engine.torch_autocast_z0_gradscaler
-    one = torch.ones((), device=engine.device, requires_grad=True) * 1
-    if isinstance(optimizer, ZeROOptimizer):
-        return optimizer.scale_if_loss(one).item() if optimizer.needs_scaler() else 1.0
-    return 1.0 if scaler is None else scaler.scale(one).item()
 
 
 def passes_of(modules: list[nn.Module]) -> PassEngine:

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megaclip.cache.engines import loss_scale_of, modules_of, partitions_parameters, passes_of
+from megaclip.cache.engines import modules_of, partitions_parameters, passes_of
 from megaclip.cache.inputs import Chunks, blank_of, divided, elements_of
 from megaclip.cache.kept_graphs import KeptGraphs
 from megaclip.cache.passes import Outputs, Passes, restored
 from megaclip.comm.collectives import average_over_ranks, gather_integers, raise_on_all_ranks
 from megaclip.comm.groups import resolve
 from megaclip.errors import ConfigError, DataError
+from megaclip.zero.backward import loss_scale_of
 
 _PLACES = 16
 """Integers that ranks exchange about their chunks, or a multiple of it."""

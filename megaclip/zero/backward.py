@@ -21,6 +21,15 @@ def can_coalesce(engine: DeepSpeedEngine) -> bool:
     return hasattr(engine.optimizer, "_coalesce_grad_reduction")
 
 
+def loss_scale_of(engine: DeepSpeedEngine) -> float:
+    """Return the factor of losses that `engine.backward` includes for float16; 1.0 for other dtypes."""
+    optimizer, scaler = engine.optimizer, engine.torch_autocast_z0_gradscaler
+    one = torch.ones((), device=engine.device, requires_grad=True) * 1
+    if isinstance(optimizer, ZeROOptimizer):
+        return optimizer.scale_if_loss(one).item() if optimizer.needs_scaler() else 1.0
+    return 1.0 if scaler is None else scaler.scale(one).item()
+
+
 class DeepSpeedPasses:
     """The `PassEngine` (`megaclip.cache.passes`) of a DeepSpeed engine.
 
