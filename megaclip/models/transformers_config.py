@@ -29,7 +29,8 @@ FIELDS: dict[str, Any] = json.loads((resources.files("megaclip.models") / "trans
 schema that `config_of` reads or that change nothing; timm's SigLIP towers; SHA-256 of CLIP's tokens, one per line."""
 CLASSES = {"clip": "CLIP", "siglip": "Siglip", "siglip2": "Siglip2"}
 """Beginnings of the names of transformers' classes, by model_type."""
-_RESAMPLING = {2: "bilinear", 3: "bicubic"}
+_RESAMPLING = {"2": "bilinear", "3": "bicubic"}
+"""open_clip's names of Pillow's filters, by their numbers."""
 _TANH = {"approximate": "tanh"}
 _EXACT = "open_clip's towers lack it"
 
@@ -40,7 +41,7 @@ def card_path(directory: Path) -> Path | None:
         return directory / CARD_NAME
     path = directory / CONFIG_NAME
     try:
-        return path if path.is_file() and read_json_object(path).get("model_type") in CLASSES else None
+        return path if path.is_file() and str(read_json_object(path).get("model_type")) in CLASSES else None
     except ConfigError:
         return None
 
@@ -57,7 +58,7 @@ def read_card(path: Any) -> dict[str, Any]:
     if path.name != CONFIG_NAME or content.keys() & {"model_cfg", "embed_dim"}:
         return content
     kind = content.get("model_type")
-    if kind not in CLASSES:
+    if not isinstance(kind, str) or kind not in CLASSES:
         problem = "has no model_type" if kind is None else f"has the model_type {shortened(repr(kind))}"
         raise ConfigError(f"{path} {problem}; expected {', '.join(CLASSES)}, that of transformers' CLIPModel, ...")
     of_kind = FIELDS["defaults"][kind]
@@ -222,8 +223,11 @@ def _has_clip_vocabulary(directory: Path, kind: str, rows: int) -> bool:
     for name in ("tokenizer.json", "vocab.json"):
         if (directory / name).is_file():
             content = read_json_object(directory / name)
-            words = content.get("model", {}).get("vocab", {}) if name == "tokenizer.json" else content
-            ordered = sorted(words, key=words.__getitem__)[: 49408 - 2] if isinstance(words, dict) else []
+            model = {"vocab": content} if name == "vocab.json" else content.get("model")
+            words = model.get("vocab") if isinstance(model, dict) else None
+            pairs = words.items() if isinstance(words, dict) else ()
+            numbered = {number: word for word, number in pairs if isinstance(number, int)}
+            ordered = [str(numbered.get(number)) for number in range(49408 - 2)]
             return hashlib.sha256("\n".join(ordered).encode()).hexdigest() == FIELDS["clip_vocabulary"]
     return not (directory / "tokenizer_config.json").is_file()
 
@@ -236,6 +240,8 @@ def _preprocessing(directory: Path, kind: str, image_size: int) -> dict[str, Any
     elif (directory / "processor_config.json").is_file():
         path = directory / "processor_config.json"
         given = read_json_object(path).get("image_processor") or {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path}: image_processor is not a JSON object")
     if "max_num_patches" in given or "Siglip2" in str(given.get("image_processor_type")):
         raise ConfigError(
             f"{path} keeps the aspect ratio of images (NaFlex), so that they have several shapes, and the loader makes "
@@ -246,9 +252,10 @@ def _preprocessing(directory: Path, kind: str, image_size: int) -> dict[str, Any
     used = {**defaults, **given} if given else {**defaults, **_sizes(kind, image_size)}
     size, crop = _side(used["size"]), _side(used["crop_size"])
     _require(f"{path}: ", used, do_resize=True, do_rescale=True)
-    if abs(used["rescale_factor"] - 1 / 255) > 1e-9:
+    factor, interpolation = used["rescale_factor"], _RESAMPLING.get(str(used["resample"]))
+    if not isinstance(factor, float) or abs(factor - 1 / 255) > 1e-9:
         _require(f"{path}: ", used, rescale_factor=1 / 255)
-    if used["resample"] not in _RESAMPLING:
+    if interpolation is None:
         raise ConfigError(f"{path}: resample {used['resample']!r}; expected 2 (bilinear) or 3 (bicubic)")
     squash = isinstance(size, int) and isinstance(used["size"], dict)
     side = size if squash else size.get("shortest_edge") if isinstance(size, dict) else size
@@ -264,7 +271,7 @@ def _preprocessing(directory: Path, kind: str, image_size: int) -> dict[str, Any
         "mode": "RGB",
         "mean": used["image_mean"] if normal else [0.0] * 3,
         "std": used["image_std"] if normal else [1.0] * 3,
-        "interpolation": _RESAMPLING[used["resample"]],
+        "interpolation": interpolation,
         "resize_mode": "squash" if squash else "shortest",
     }
 
@@ -343,7 +350,7 @@ def processor_of(preprocess: dict[str, Any], image_size: int, kind: str) -> dict
         ConfigError: transformers' image processor has no such preprocessing.
     """
     square, squash = {"height": image_size, "width": image_size}, preprocess["resize_mode"] == "squash"
-    resampling = {name: number for number, name in _RESAMPLING.items()}.get(preprocess["interpolation"])
+    resampling = {name: int(number) for number, name in _RESAMPLING.items()}.get(preprocess["interpolation"])
     if preprocess["resize_mode"] not in ("squash", "shortest") or resampling is None:
         raise _inexpressible("preprocess_cfg", preprocess)
     return {

@@ -162,6 +162,21 @@ def test_the_way_in_and_out_changes_no_name_and_no_bit(name, tmp_path, monkeypat
     ).read_bytes()
 
 
+def test_weights_of_old_programs_in_bfloat16_with_buffers_are_read(tmp_path):
+    """torch.save instead of safetensors, wrapped names, and the ids of positions, which are buffers."""
+    saved("CLIP", tmp_path / "saved")
+    tensors = load_file(tmp_path / "saved" / "model.safetensors")
+    (tmp_path / "saved" / "model.safetensors").unlink()
+    buffers = {f"{tower}_model.embeddings.position_ids": torch.arange(12)[None] for tower in ("text", "vision")}
+    halves = {f"module.{name}": value.bfloat16() for name, value in tensors.items()}
+    torch.save(halves | {f"module.{name}": ids for name, ids in buffers.items()}, tmp_path / "saved/pytorch_model.bin")
+    assert import_weights(tmp_path / "saved", tmp_path / "imported", None).complete
+    export_checkpoint(tmp_path / "imported", tmp_path / "out", None, formats=["transformers"])
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], value.bfloat16().float()) for name, value in tensors.items())
+
+
 @pytest.mark.parametrize("kind", FIELDS["defaults"])
 def test_defaults_are_those_of_transformers_classes(kind):
     config = transformers.AutoConfig.for_model(kind)
@@ -208,6 +223,7 @@ def reshaped(directory: Path) -> None:
 CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no model_type": (changed(CONFIG, model_type=None), "has no model_type; expected clip, siglip"),
+    "a list as model_type": (changed(CONFIG, model_type=["clip"]), r"has the model_type ..clip.\W+; expected clip"),
     "another model": (changed(CONFIG, model_type="bert"), "has the model_type 'bert'; expected clip"),
     "Chinese CLIP": (changed(CONFIG, model_type="chinese_clip"), "has the model_type 'chinese_clip'"),
     "section": (changed(CONFIG, text_config=[1]), "text_config is not a JSON object"),
@@ -229,6 +245,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "code": (changed(CONFIG, auto_map={"AutoModel": "a.B"}), "auto_map .* is not known"),
     "NaFlex": (changed(PROCESSOR, max_num_patches=256), "keeps the aspect ratio of images .NaFlex."),
     "resampling": (changed(PROCESSOR, resample=1, size=32, crop_size=32), "resample 1; expected 2 .bilinear. or 3"),
+    "a list as filter": (changed(PROCESSOR, resample=[3], size=32, crop_size=32), r"resample \[3\]; expected 2 "),
+    "a text as factor": (changed(PROCESSOR, rescale_factor="1", size=32, crop_size=32), 'rescale_factor "1": '),
+    "a list as processor": (changed("processor_config.json", image_processor=[1]), "image_processor is not a JSON"),
     "no scaling": (changed(PROCESSOR, rescale_factor=1, size=32, crop_size=32), "rescale_factor 1: "),
     "margin": (
         changed(PROCESSOR, size={"shortest_edge": 36}, crop_size=32),
