@@ -135,6 +135,8 @@ class TrainArguments(BaseModel):
 
     aug_scale: tuple[float, float] = (0.9, 1.0)
     """smallest and largest area of the random resized crop, as fractions of the image"""
+    no_augmentation: bool = False
+    """resize and crop training images as in evaluation, without random crops"""
     image_mean: tuple[float, float, float] | None = None
     """channel means of the pixels (default: as in the model card, otherwise OpenAI's)"""
     image_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
@@ -160,6 +162,10 @@ class TrainArguments(BaseModel):
     """freeze the image tower"""
     lock_image_unlocked_groups: NotNegative = 0
     """number of last layer groups to train"""
+    feature_cache: str | None = None
+    """folder, shared by all hosts, for the features of a locked image tower: training images are encoded once, and
+    later steps, epochs and runs read their features instead of the images (requires --lock-image and
+    --no-augmentation)"""
     lock_text: bool = False
     """freeze the text tower"""
     lock_text_unlocked_layers: NotNegative = 0
@@ -321,6 +327,16 @@ class TrainArguments(BaseModel):
                 raise ValueError(
                     f"{_flag(name)} requires {' or '.join(map(_flag, others))}; add it, or leave {_flag(name)} out"
                 )
+        if self.no_augmentation and "aug_scale" in self.model_fields_set:
+            raise ValueError("--aug-scale has no effect with --no-augmentation; leave one of them out")
+        if self.feature_cache is not None:
+            if not (self.no_augmentation and self.lock_image) or self.lock_image_unlocked_groups:
+                raise ValueError(
+                    "--feature-cache requires features that never change: add --lock-image and --no-augmentation, and "
+                    "leave out --lock-image-unlocked-groups"
+                )
+            if self.id_key != "caption":
+                raise ValueError(f"--feature-cache reads no images and ids: --id-key is {self.id_key}; use caption")
         if self.resume == "auto" and self.name is None:
             raise ValueError("--resume auto requires --name; set it to the name of the run to resume")
         return self

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megaclip.data.batch import PADDING_ID, EvaluationBatch, LabelledBatch, TrainBatch
+from megaclip.data.feature_cache import CachedFeatures
 from megaclip.data.images import ImageTransform, image_decoder
 from megaclip.data.order import MixtureOrder, SampleOrder, rank_positions
 from megaclip.data.reading import INSPECT_ADVICE, BadSampleLog, EvaluationReader, Loaded, ReadableSet, TrainReader
@@ -69,6 +70,7 @@ class TrainLoader:
     max_bad_fraction: largest fraction of bad samples among those of this rank; above it, `next` raises DataError.
     shard_cache, shard_cache_bytes: folder where the ranks of a host keep remote shards, and its limit, as for
     `shard_cache.ShardCache`. Default: every sample is read by its range of bytes.
+    features: image features from a cache, whose bytes (b, width) uint8 replace the pixels. Default: images are decoded.
     slots: (S, m, 3, H, W) uint8, memory of `shared_memory.shared_pixels` for the pixels of S micro-batches of m rows. S
     is greater than `slots_ahead(m, num_workers)`. Default: the smallest S.
     pin_memory: yield copies in page-locked memory, for a trainer that copies them to its GPU itself (such as
@@ -95,6 +97,7 @@ class TrainLoader:
         pin_memory: bool = False,
         shard_cache: Path | None = None,
         shard_cache_bytes: int | None = None,
+        features: CachedFeatures | None = None,
     ) -> None:
         self.samples_per_step = micro_batch_size * micro_batches_per_step * world_size
         self.samples_consumed = samples_consumed
@@ -107,7 +110,8 @@ class TrainLoader:
         self._parts = parts_of(micro_batch_size, num_workers)
         ahead = slots_ahead(micro_batch_size, num_workers)
         if slots is None:
-            slots = shared_pixels((ahead + 1, micro_batch_size, 3, transform.size, transform.size))
+            image_shape = (3, transform.size, transform.size) if features is None else (features.width,)
+            slots = shared_pixels((ahead + 1, micro_batch_size, *image_shape))
         self.slots = slots
         """Pixels of the last `held` micro-batches and of those that are being read. Micro-batch number n, counted from
         the start of the loader, is in slot n modulo S."""
@@ -121,8 +125,10 @@ class TrainLoader:
         self._log = BadSampleLog(max_bad_fraction, "a substitute is used", "--max-bad-fraction")
         self._order = order = dataset.order(self.samples_per_step, seed=seed, shard_order=shard_order)
         check_batch(self.samples_per_step, order)
-        log_once(_logger.info, f"training images are decoded and resized by {image_decoder()}")
-        reader = TrainReader(dataset, transform, tokenizer, seed)
+        if features is None:
+            decoder = image_decoder() if transform.training else "Pillow"
+            log_once(_logger.info, f"training images are decoded and resized by {decoder}")
+        reader = TrainReader(dataset, transform, tokenizer, seed, features)
         self._cache: ShardCache | None = None
         if shards := dataset.remote_shards(shard_cache):
             if shard_cache is None:

@@ -27,6 +27,7 @@ from megaclip.data.batch import (
     digest,
 )
 from megaclip.data.captions import SHOWS_NOTHING, is_blank
+from megaclip.data.feature_cache import CachedFeatures
 from megaclip.data.images import ImageTransform
 from megaclip.data.sources import PairDataset
 from megaclip.data.tokenizers import Tokenizer
@@ -86,14 +87,24 @@ class Loaded:
 class TrainReader:
     """Read parts of batches of image-text pairs with substitutes for bad samples."""
 
-    def __init__(self, dataset: PairDataset, transform: ImageTransform, tokenizer: Tokenizer, seed: int) -> None:
+    def __init__(
+        self,
+        dataset: PairDataset,
+        transform: ImageTransform,
+        tokenizer: Tokenizer,
+        seed: int,
+        features: CachedFeatures | None = None,
+    ) -> None:
+        """features: replace the images."""
         self._dataset = dataset
         self._transform = transform
         self._tokenizer = tokenizer
         self._seed = seed
+        self._features = features
 
     def read(self, ids: np.ndarray, epochs: np.ndarray, images: torch.Tensor) -> Loaded:
-        """Return the pairs of `ids` (b,), with their pixels written into `images` (b, 3, H, W) uint8.
+        """Return the pairs of `ids` (b,), with their pixels written into `images` (b, 3, H, W) uint8, or the bytes of
+        their features into `images` (b, width).
 
         Each sample is augmented by (seed, its epoch, its id).
         """
@@ -129,9 +140,7 @@ class TrainReader:
         for candidate in itertools.chain([sample_id], _substitutes(self._seed, sample_id, first, count)):
             note_row(candidate)
             try:
-                raw = self._dataset.read(candidate)
-                check_caption(raw)
-                image = decode_image(self._transform, raw, (self._seed, epoch, sample_id))
+                raw, image = self._read(candidate, (self._seed, epoch, sample_id))
                 caption = raw.caption_of(self._seed, epoch, sample_id)
                 # A part of the bytes identifies a file, and a digest of all of them would take longer than the crop.
                 image_id = digest(raw.image[:: 1 + len(raw.image) // 4096])
@@ -140,6 +149,17 @@ class TrainReader:
                 # Substitutes are drawn uniformly, so counting the bad ones does not bias the rate.
                 bad_samples.append(BadSampleReport(bad.kind, bad.detail, self._dataset.shard_name(candidate)))
         return None
+
+    def _read(self, sample_id: int, seeds: tuple[int, int, int]) -> tuple[RawSample, torch.Tensor]:
+        """Return a pair with its transformed image, or with the bytes of its features. Raises BadSample."""
+        if self._features is None:
+            raw = self._dataset.read(sample_id)
+            check_caption(raw)
+            return raw, decode_image(self._transform, raw, seeds)
+        row = self._features.read(sample_id)
+        raw = RawSample.of(row.tobytes(), self._dataset.captions(sample_id), f"sample {sample_id}")
+        check_caption(raw)
+        return raw, torch.from_numpy(row)
 
 
 def _unreadable(

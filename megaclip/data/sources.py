@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megaclip.data.batch import RawSample
+from megaclip.data.batch import Captions, RawSample
 from megaclip.data.captions import JSON, TEXT_EXTENSIONS, CaptionKeys, weighted_keys
 from megaclip.data.image_folder import ImageFolder, walk_folder
 from megaclip.data.images import IMAGE_EXTENSIONS, is_image_name
@@ -87,8 +87,12 @@ class PairDataset:
 
     def caption(self, sample_id: int) -> str:
         """Return only the caption of a sample, or its captions, one per line. Raises BadSample."""
+        return "\n".join(self.captions(sample_id).texts)
+
+    def captions(self, sample_id: int) -> Captions:
+        """Return only the captions of a sample. Raises BadSample."""
         source, row = self._place(sample_id)
-        return "\n".join(source.captions(row).texts)
+        return source.captions(row)
 
     def shard_name(self, sample_id: int) -> str:
         """Return the name of the file that holds a sample, for messages."""

@@ -28,6 +28,7 @@ _PATHS = {
     "pretrained_image",
     "pretrained_text",
     "data_offload_dir",
+    "feature_cache",
     "shard_cache",
     "logs",
     "resume",

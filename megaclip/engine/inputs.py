@@ -127,7 +127,9 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
         labelled=open_labelled(arguments.zeroshot_data, max_bad_fraction=arguments.max_bad_fraction)
         if arguments.zeroshot_data
         else None,
-        train_transform=_transform(image_card, training=True, scale=arguments.aug_scale, **pixels),
+        train_transform=_transform(
+            image_card, training=not arguments.no_augmentation, scale=arguments.aug_scale, **pixels
+        ),
         evaluation_transform=_transform(image_card, **pixels),
     )
 
@@ -192,6 +194,25 @@ def _check_settings(arguments: TrainArguments, section: MegaclipSection, model_c
             "'mask', or an --id-key that images with different captions share"
         )
     _check_data_offload_dir(arguments, section)
+    if arguments.feature_cache is not None:
+        _check_feature_cache(arguments, section, model_config)
+
+
+def _check_feature_cache(arguments: TrainArguments, section: MegaclipSection, model_config: ModelDescription) -> None:
+    """Raise ConfigError if the features of an image might differ between steps, or are divided among ranks."""
+    dropout = arguments.force_patch_dropout
+    if isinstance(model_config, OpenClipConfig):
+        raise ConfigError(
+            f"--feature-cache requires MegaCLIP's own image tower, and open_clip's modules run --model "
+            f"{arguments.model}, which may have dropout and batch norms; leave --feature-cache out"
+        )
+    if (model_config.vision_cfg.patch_dropout if dropout is None else dropout) > 0:
+        raise ConfigError("--feature-cache requires images without patch dropout; add --force-patch-dropout 0")
+    if section.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"--feature-cache cannot be used with megaclip.tensor_parallel_size {section.tensor_parallel_size}; set it "
+            "to 1, or leave --feature-cache out"
+        )
 
 
 def _check_data_offload_dir(arguments: TrainArguments, section: MegaclipSection) -> None:

@@ -19,6 +19,8 @@ from megaclip.comm.groups import resolve
 from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import TrainArguments
 from megaclip.data import TrainLoader, normalised_pixels, slots_ahead
+from megaclip.data.feature_cache import CachedFeatures
+from megaclip.engine.feature_cache import cached_features
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.metrics import Metrics, StepMetrics
 from megaclip.engine.preflight import keep_more_graphs
@@ -73,6 +75,8 @@ class Trainer:
             device=self.engine.device,
         )
         self.skipped_steps = SkippedSteps(arguments.skips_in_a_row)
+        self.features: CachedFeatures | None = None
+        """Image features that replace the training images, after `encode_images_once`."""
         self.step = 0
         """Number of optimizer steps done."""
         self._steps_here = 0
@@ -95,6 +99,15 @@ class Trainer:
         if not self.config.megaclip.is_global:  # these losses have bounds of their own
             self.logit_scale.admit(raises_maximum=self._keeps_scale)
 
+    def encode_images_once(self) -> None:
+        """With --feature-cache, encode the training images, or find their features. Every rank calls it.
+
+        Raises:
+            ConfigError, DataError: as `engine.feature_cache.cached_features` does.
+        """
+        if self.arguments.feature_cache is not None:
+            self.features = cached_features(self.engine, self.inputs, self.arguments, self.batch.micro_batch)
+
     @contextmanager
     def open_data(self, folder: Path) -> Iterator[StepStore]:
         """Open the run's training data from the next step on, with a step's images where the plan keeps them.
@@ -109,8 +122,9 @@ class Trainer:
         batch, place, transform = self.batch, plan.image_place, inputs.train_transform
         again = 0 if place.keeps else plan.workload.encoded_again[0]
         held = chunks_held(batch.accumulation, again, keeps=place.keeps)
+        image_shape = (3, transform.size, transform.size) if self.features is None else (self.features.width,)
         slots = ImageSlots(
-            (held + slots_ahead(batch.micro_batch, arguments.workers), batch.micro_batch, 3, *2 * (transform.size,)),
+            (held + slots_ahead(batch.micro_batch, arguments.workers), batch.micro_batch, *image_shape),
             Path(arguments.data_offload_dir or folder) if place.name == "disk" else None,
         )
         with raise_on_all_ranks():
@@ -130,11 +144,14 @@ class Trainer:
                 max_bad_fraction=arguments.max_bad_fraction,
                 shard_cache=Path(arguments.shard_cache) if arguments.shard_cache else None,
                 shard_cache_bytes=int(arguments.shard_cache_gb * 1e9) if arguments.shard_cache_gb else None,
+                features=self.features,
                 slots=slots.tensor,
             )
         slots.lock_pages(self.engine.device)
-        normalise = transform.normalise
-        if plan.compiles:
+        normalise: Callable[..., torch.Tensor] = transform.normalise
+        if self.features is not None:
+            normalise = self.features.to_input
+        elif plan.compiles:
             normalise = functools.partial(normalise, compute=compiled_function(normalised_pixels))
         text = inputs.model_config.text_cfg
         divide_captions = division_of_captions(

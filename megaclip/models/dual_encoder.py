@@ -77,7 +77,8 @@ class DualEncoder(nn.Module, abc.ABC):
         """Encode images, captions or both.
 
         Args:
-            images: (b, 3, image_size, image_size), normalised pixels, or None.
+            images: (b, 3, image_size, image_size), normalised pixels, or (b, D), image features of an earlier call,
+                which are returned, or None.
             tokens: (b, L) int64, or None. L is the context length, or less (`cut_captions`).
             pieces: rows of `tokens` that are cut at their own lengths, only for MegaCLIP's own towers of
                 `models.text.is_cut_exact` that are not tensor parallel; None: all rows have L tokens.
@@ -87,7 +88,8 @@ class DualEncoder(nn.Module, abc.ABC):
             if the model has it, the logit bias (1,) float32. Features have unit length and the parameters' dtype; they
             are normalised in float32 or higher precision.
         """
-        image_features = None if images is None else self._encode(self.visual, images)
+        is_encoded = images is not None and images.ndim == 2
+        image_features = images if images is None or is_encoded else self._encode(self.visual, images)
         if image_features is not None and tokens is not None and self.before_text is not None:
             self.before_text()
         divided = () if pieces is None else (pieces,)
