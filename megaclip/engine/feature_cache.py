@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import PIL
 import torch
 from deepspeed import DeepSpeedEngine
 
-from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
+from megaclip.comm.collectives import gather_objects, raise_on_all_ranks, sum_counts
 from megaclip.config import TrainArguments
 from megaclip.data import PADDING_ID, EvaluationBatch, EvaluationLoader
 from megaclip.data.feature_cache import CachedFeatures
@@ -35,6 +36,7 @@ logger = get_logger(__name__)
 
 _FORMAT = 1
 _COMPLETE = "cache.json"
+_NOT_SHARED = "--feature-cache {}: this host does not see the other hosts' files; use a folder that all hosts share"
 
 
 def cached_features(
@@ -70,10 +72,7 @@ def cached_features(
         found = new
     with raise_on_all_ranks():
         if not found.is_whole():
-            raise ConfigError(
-                f"--feature-cache {str(folder.parent)!r}: this host does not see the files that the ranks wrote; use "
-                "a folder that all hosts share"
-            )
+            raise ConfigError(_NOT_SHARED.format(folder.parent))
     logger.info("features of %s images are read from %s", f"{found.samples:,}", folder)
     return found
 
@@ -98,13 +97,16 @@ def _write(
 ) -> None:
     """Encode all images, each rank every W-th, and write them."""
     rank, folder, began = dist.get_rank(), cache.folder, time.monotonic()
-    lock = None
+    lock, token = None, gather_objects(uuid.uuid4().hex)[0]
     with raise_on_all_ranks():
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             if rank == 0:
-                lock = (folder / "lock").open("w")
+                folder.mkdir(parents=True, exist_ok=True)
+                lock = (folder / "lock").open("a+")
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _complete(folder, cache) is not None:  # meanwhile
+                    raise BlockingIOError
+                write_atomically(folder / "writer", token)
                 (folder / _COMPLETE).unlink(missing_ok=True)
                 for old in folder.glob("rank*.bin"):
                     old.unlink()
@@ -114,9 +116,13 @@ def _write(
                         f"{format_bytes(cache.size)}; free space there, or use another folder"
                     )
         except BlockingIOError:
-            raise ConfigError(f"another run is writing {str(folder)!r}; start this run when it has done so") from None
+            raise ConfigError(f"another run is writing {str(folder)!r}; start this run again after it") from None
         except OSError as error:
             raise ConfigError(f"--feature-cache cannot be written: {os_reason(error)}; use another folder") from None
+    with raise_on_all_ranks():
+        seen = (folder / "writer").read_text() if (folder / "writer").exists() else ""
+        if seen != token:
+            raise ConfigError(_NOT_SHARED.format(folder.parent))
     text = "--feature-cache: encoding %s images once, %d bytes each, %s in %s"
     logger.info(text, f"{cache.samples:,}", cache.width + 1, format_bytes(cache.size), folder)
     loader = EvaluationLoader(
@@ -156,7 +162,9 @@ def _write(
     with raise_on_all_ranks():  # all ranks wait for the file
         if lock is not None:
             lock.close()
-    logger.info("--feature-cache: encoded in %.0f s", time.monotonic() - began)
+    bad = sum_counts(loader.bad_counts)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in bad.items()) or "none"
+    logger.info("--feature-cache: encoded in %.0f s; bad samples: %s", time.monotonic() - began, kinds)
 
 
 def _checksum(tower: torch.nn.Module) -> str:

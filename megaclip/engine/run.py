@@ -102,7 +102,8 @@ def train(arguments: TrainArguments) -> int:
             source = folder if arguments.resume == "auto" else arguments.resume
             logger.info("nothing left to train: %s has all %d steps", source, run.last_step)
             return 0
-        run.trainer.encode_images_once()
+        with refused_before_training():
+            run.trainer.encode_images_once()
         stop_signal = run.train_to_end()
         report_peak(run.trainer.memory_plan)
         if stop_signal is None:

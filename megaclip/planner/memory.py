@@ -273,8 +273,9 @@ def _graphs_that_auto_keeps(workload: Workload, cluster: Cluster) -> list[float]
 
 
 def store_bytes(workload: Workload) -> float:
-    """Return the bytes of one rank's images of a step in the step store: uint8 pixels."""
-    return float(workload.local_batch * workload.image_bytes)
+    """Return the bytes of one rank's images of a step in the step store: uint8 pixels, or cached features."""
+    features = workload.model.embed_dim * workload.compute_bytes
+    return float(workload.local_batch * (features if workload.cached_images else workload.image_bytes))
 
 
 def loader_bytes(workload: Workload) -> float:

@@ -98,8 +98,9 @@ def data_text(step: StepTime, workload: Workload, cluster: Cluster) -> str:
     """Return the rate of the loader and the cores that the rest of the step needs."""
     cores = cluster.loader_cores(workload.workers)
     needed = math.ceil(cores * step.samples_per_s_without_data / step.samples_per_s_of_data)
+    rate = workload.loaded_per_core(cluster.rates.decoded)
     return (
-        f"bound by data above {step.samples_per_s_of_data:,.0f} samples/s: {cluster.rates.decoded:,.0f} per second and "
+        f"bound by data above {step.samples_per_s_of_data:,.0f} samples/s: {rate:,.0f} per second and "
         f"core, {cores:.3g} cores per GPU; {needed} per GPU would keep up with the rest of the step"
     )
 

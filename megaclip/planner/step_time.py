@@ -161,7 +161,7 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
         tensor_parallel=tensor_traffic(workload) / cluster.tensor_link(workload.tensor_ranks),
         copies=workload.image_readings * store_bytes(workload) / rates.host_to_device if cluster.gpu_memory else 0.0,
         disk=_disk_seconds(workload, cluster),
-        decoding=readings * batch / (rates.decoded * cluster.loader_cores(workload.workers)),
+        decoding=readings * batch / (workload.loaded_per_core(rates.decoded) * cluster.loader_cores(workload.workers)),
         host=host,
         host_wait=host_wait,
         offload=offload_traffic(workload) / rates.host_to_device if cluster.gpu_memory else 0.0,

@@ -59,6 +59,9 @@ class Pass(NamedTuple):
     """Numbers that tensor-parallel ranks add up."""
 
 
+NO_WORK = Pass(0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
 class TowerCosts(NamedTuple):
     """Costs of one sample, or of all samples of a trace. With tensor parallelism they include the replica's other
     ranks' rows."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megaclip.models import OpenClipConfig
 from megaclip.planner.cluster import Rates
 from megaclip.planner.constants import ATTENTION_TILE, COMPILED_TIME, PRODUCT_SHARE, RECOMPUTE_TIME, TEXT_FACTOR
-from megaclip.planner.tower_costs import Pass, TowerCosts, tower_costs
+from megaclip.planner.tower_costs import NO_WORK, Pass, TowerCosts, tower_costs
 from megaclip.planner.workload import Parameters, Workload
 
 
@@ -101,8 +101,10 @@ class TowerWork:
     @functools.cached_property
     def passes(self) -> tuple[Pass, Pass]:
         """Work of one of the rank's samples in a forward and a backward pass. Captions have their mean length after
-        cutting."""
+        cutting. Cached images take no work."""
         passes = self.costs.forward, self.costs.backward
+        if self.workload.cached_images and not self.is_text:
+            return NO_WORK, NO_WORK
         if not self.is_text:
             return passes
         cut, whole = self.workload.text_positions, self.workload.model.text_cfg.context_length

@@ -24,6 +24,7 @@ from megaclip.models import ModelConfig, ModelDescription, OpenClipConfig, meta_
 from megaclip.models.compilation import compiles_whole_tower
 from megaclip.models.layers import check_split, split_dim
 from megaclip.models.lora import add_adapters
+from megaclip.planner.constants import CACHED_PER_CORE
 from megaclip.planner.text_chunks import fitted, mean_positions, text_chunks_for
 from megaclip.step.layout import KeptGraphs, backward_passes, cuts_captions, encodes_together, kept_graphs
 from megaclip.zero.settings import DeepSpeedZeroConfig
@@ -103,6 +104,8 @@ class Workload:
     """Number of trainable groups of a locked image tower. None: the tower is not locked."""
     text_unlocked: int | None = None
     """Number of trainable layers of a locked text tower. None: the tower is not locked."""
+    cached_images: bool = False
+    """True if steps read image features from a cache (--feature-cache). The image tower then runs before them only."""
     workers: int = DEFAULT_WORKERS
     """Loader processes per rank."""
     samples: int = 0
@@ -237,6 +240,10 @@ class Workload:
     def image_bytes(self) -> int:
         """Bytes of one image in the step store: uint8 pixels."""
         return 3 * self.model.vision_cfg.image_size**2
+
+    def loaded_per_core(self, decoded: float) -> float:
+        """Return the samples per second and core of the loader. decoded: the rate at which it decodes images."""
+        return CACHED_PER_CORE if self.cached_images else decoded
 
     @property
     def caption_bytes(self) -> int:

@@ -27,6 +27,7 @@ from megaclip.errors import ConfigError
 from megaclip.losses.settings import FastClipSettings
 
 REQUIRED = ["--deepspeed_config", "c.json", "--model", "ViT-B-32", "--train-data", "a.tar", "b.tar"]
+LOCKED = ["--lock-image", "--no-augmentation"]
 
 
 def test_flags_are_typed():
@@ -94,6 +95,15 @@ def test_resume_latest_means_auto_as_in_open_clip():
         (["--logit-scale-max", "0.5"], "--logit-scale-max: Input should be greater than or equal to 1"),
         (["--aug-scale", "1"], "expected 2 arguments"),
         (["--lock-text-unlocked-layers", "1"], "requires --lock-text"),
+        (["--feature-cache", "x"], "requires features that never change: add --lock-image and --no-augmentation"),
+        (["--feature-cache", "x", "--lock-image"], "requires features that never change"),
+        (
+            [*LOCKED, "--feature-cache", "x", "--lock-image-unlocked-groups", "1"],
+            "leave out --lock-image-unlocked-groups",
+        ),
+        ([*LOCKED, "--feature-cache", "x", "--id-key", "image"], "--id-key is image; use caption"),
+        (["--no-augmentation", "--aug-scale", "0.5", "1"], "--aug-scale has no effect with --no-augmentation"),
+        (["--keep-text-positions", "20"], "requires --pretrained or --pretrained-text"),
         (["--eval-every-steps", "1"], "requires --val-data or --val-fraction or --zeroshot-data; add it"),
     ],
 )

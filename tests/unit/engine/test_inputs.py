@@ -370,6 +370,22 @@ def test_patch_dropout_that_a_model_does_not_have_is_refused_with_its_flag(folde
         read(folder, "--model", "RN50", "--force-patch-dropout", "0.5")
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--model", "RN50"), "requires MegaCLIP's own image tower"),
+        (("--model", "demo-tiny", "--force-patch-dropout", "0.5"), "add --force-patch-dropout 0"),
+        (("--model", "demo-tiny", "--set", "megaclip.tensor_parallel_size=2"), "with megaclip.tensor_parallel_size 2"),
+    ],
+)
+def test_features_that_may_change_are_not_cached(folder: Path, flags: tuple[str, ...], message: str) -> None:
+    cache = ("--lock-image", "--no-augmentation", "--feature-cache", str(folder))
+    with pytest.raises(ConfigError, match=message):
+        read(folder, *flags, *cache)
+    inputs = read(folder, "--model", "demo-tiny", *cache)
+    assert inputs.train_transform == inputs.evaluation_transform
+
+
 def test_nothing_else_changes_a_description() -> None:
     """A second place that changes the model of a run, such as the plan or the build, could forget another's change."""
     changing = set()

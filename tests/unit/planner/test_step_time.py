@@ -31,6 +31,9 @@ def test_towers_run_twice_with_the_cache_and_forward_again_with_checkpointing(tm
     assert plan_time(of_batch(job, 512), one).towers == pytest.approx(512 * (forward + backward))
     locked = plan_time(replace(job, image_unlocked=0), one)
     assert locked.towers == pytest.approx(4096 * (2 * forward + backward - image.forward - image.backward))
+    cached = plan_time(replace(job, image_unlocked=0, cached_images=True), one)
+    assert cached.towers == pytest.approx(4096 * (2 * text.forward + text.backward))
+    assert cached.decoding < locked.decoding / 50 and cached.copies == pytest.approx(locked.copies * 2 * 512 / 150_528)
 
 
 def test_the_loss_dominates_at_a_huge_batch(tmp_path: Path) -> None:
