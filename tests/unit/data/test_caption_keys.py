@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
 from megaclip.data import ImageTransform, open_pairs
 from megaclip.data.batch import BadSample, Captions, KeyShare, RawSample
@@ -162,8 +163,6 @@ class _Words:
     context_length = 2
 
     def __call__(self, captions):
-        import torch
-
         return torch.tensor([[int(caption.split()[1]), caption[0] == "l"] for caption in captions])
 
 
@@ -175,9 +174,12 @@ def test_training_draws_the_same_captions_in_any_division_of_a_batch(tmp_path):
     ]
     dataset = open_pairs([str(write_tar(tmp_path / "0.tar", members))], caption_key="short:0.5,long:0.5")
     reader = TrainReader(dataset, ImageTransform(8, training=True), _Words(), seed=3)
-    ids, epochs = np.arange(40), np.full(40, 2)
-    whole = reader.read(ids, epochs).batch.tokens.tolist()
-    alone = [reader.read(ids[[n]], epochs[[n]]).batch.tokens.tolist()[0] for n in reversed(range(40))]
+
+    def drawn(*ids):
+        pixels = torch.empty(len(ids), 3, 8, 8, dtype=torch.uint8)
+        return reader.read(np.array(ids), np.full(len(ids), 2), pixels).batch.tokens.tolist()
+
+    whole, alone = drawn(*range(40)), [drawn(n)[0] for n in reversed(range(40))]
     assert whole == alone[::-1] and 8 < sum(is_long for _, is_long in whole) < 32
 
 
