@@ -138,7 +138,10 @@ def verify_transformers(
         # Sides after which both libraries cut the same rows: they round odd margins differently.
         shapes = ((2 * size, 2 * size + 8), (3 * size + 12, 3 * size), (size, size))
         pictures = [_picture(*shape, generator) for shape in shapes]
-        images = torch.stack([pixels(_encoded(picture)) for picture in pictures])
+        files = [io.BytesIO() for _ in pictures]
+        for picture, file in zip(pictures, files, strict=True):
+            picture.save(file, "PNG")
+        images = torch.stack([pixels(file.getvalue()) for file in files])
         their_images = processor(images=pictures, return_tensors="pt").pixel_values
         pixel_difference = (images - their_images).abs().max()
     tokens, differing = _random_tokens(model, generator), 0
@@ -170,12 +173,10 @@ def _image_inputs(model: Any, images: torch.Tensor) -> dict[str, torch.Tensor]:
     side = model.config.vision_config.patch_size
     rows = images.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # (b, 3, rows, side, columns, side)
     patches = rows.permute(0, 2, 4, 3, 5, 1)
-    grid = torch.tensor([patches.shape[1:3]] * len(images))
-    patches = patches.flatten(3).flatten(1, 2)
     return {
-        "pixel_values": patches,
-        "pixel_attention_mask": torch.ones(patches.shape[:2], dtype=torch.int64),
-        "spatial_shapes": grid,
+        "pixel_values": patches.flatten(3).flatten(1, 2),
+        "pixel_attention_mask": torch.ones(len(images), patches.shape[1] * patches.shape[2], dtype=torch.int64),
+        "spatial_shapes": torch.tensor([patches.shape[1:3]] * len(images)),
     }
 
 
@@ -185,11 +186,6 @@ def _picture(height: int, width: int, generator: torch.Generator) -> Image.Image
     smooth = torch.nn.functional.interpolate(coarse, (height, width), mode="bicubic").clamp(0, 1)[0]
     smooth[:, height // 3 : height // 2, width // 4 : width // 2] = 1.0
     return Image.fromarray((smooth * 255).to(torch.uint8).permute(1, 2, 0).numpy())
-
-
-def _encoded(picture: Image.Image) -> bytes:
-    picture.save(file := io.BytesIO(), "PNG")
-    return file.getvalue()
 
 
 def _random_tokens(model: DualEncoder, generator: torch.Generator) -> torch.Tensor:

@@ -217,7 +217,7 @@ def _size(tower: dict[str, Any], key: str) -> Any:
 
 
 def _has_clip_vocabulary(directory: Path, kind: str, rows: int) -> bool:
-    """Return whether the tokenizer in a directory has CLIP's vocabulary, or a CLIP has none and as many ids."""
+    """Return whether a directory has a tokenizer with CLIP's vocabulary, or none and a CLIP with as many ids."""
     if kind != "clip" or rows != 49408:
         return False
     for name in ("tokenizer.json", "vocab.json"):
@@ -249,7 +249,9 @@ def _preprocessing(directory: Path, kind: str, image_size: int) -> dict[str, Any
         )
     defaults = FIELDS["processors"]["clip" if kind == "clip" else "siglip"]
     _refuse_unknown(given, defaults.keys() | FIELDS["neutral_of_processors"], f"{path}: ")
-    used = {**defaults, **given} if given else {**defaults, **_sizes(kind, image_size)}
+    square = {"height": image_size, "width": image_size}
+    sizes = {"size": {"shortest_edge": image_size}, "crop_size": square} if kind == "clip" else {"size": square}
+    used = {**defaults, **(given or sizes)}
     size, crop = _side(used["size"]), _side(used["crop_size"])
     _require(f"{path}: ", used, do_resize=True, do_rescale=True)
     factor, interpolation = used["rescale_factor"], _RESAMPLING.get(str(used["resample"]))
@@ -274,11 +276,6 @@ def _preprocessing(directory: Path, kind: str, image_size: int) -> dict[str, Any
         "interpolation": interpolation,
         "resize_mode": "squash" if squash else "shortest",
     }
-
-
-def _sizes(kind: str, side: int) -> dict[str, Any]:
-    square = {"height": side, "width": side}
-    return {"size": {"shortest_edge": side}, "crop_size": square} if kind == "clip" else {"size": square}
 
 
 def config_of(description: dict[str, Any], kind: str | None = None) -> dict[str, Any]:
