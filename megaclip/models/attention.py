@@ -11,6 +11,7 @@ of their tile, with heads of at most 64 channels. Forward and backward on an H20
 
 Causal attention and one masked query per sample give the same order. One query without a mask is as fast with cuDNN.
 For wider heads cuDNN is the fastest at every length: 88 channels, 50 tokens, 16 heads: 1.44 against 2.73 and 1.82.
+Heads of 72 (SO400M), 96 (gopt), and 128 and 192 channels (pooling of PE) follow this rule and were not measured.
 
 Shapes: b batch, H heads, Q queries, L keys, K channels per head.
 """

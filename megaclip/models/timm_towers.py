@@ -104,14 +104,15 @@ def _trunk_settings(name: str, pool: str, options: str) -> dict[str, Any] | str:
     activation = (get_act_layer(arguments.get("act_layer")) or nn.GELU)()
     gelu = {"GELU": "none", "GELUTanh": "tanh"}.get(type(activation).__name__)
     width, heads, pools = arguments["embed_dim"], arguments["num_heads"], pool == "map"
-    sides = [
-        (side, side) if isinstance(side, int) else side for side in (arguments["img_size"], arguments["patch_size"])
-    ]
+    pool_heads = (arguments.get("attn_pool_num_heads") or heads) if pools else 0
+    sides = [_square(arguments[side]) for side in ("img_size", "patch_size")]
     for condition, reason in (
         (not isinstance(norm, nn.LayerNorm), f"norm_layer {type(norm).__name__}"),
         (gelu is None, f"act_layer {type(activation).__name__}"),
         (kind != "Eva" and pools and arguments["class_token"], "a class token and global_pool map"),
-        (any(high != wide for high, wide in sides), "images or patches that are not square"),
+        (not pools and not arguments["class_token"], "global_pool token and no class token"),
+        (width % heads > 0 or width % (pool_heads or 1) > 0, f"num_heads {heads} and embed_dim {width}"),
+        (None in sides, "images or patches that are not square"),
     ):
         if condition:
             return reason
@@ -120,8 +121,8 @@ def _trunk_settings(name: str, pool: str, options: str) -> dict[str, Any] | str:
         return blocks
     normalises_first = arguments["use_pre_transformer_norm" if kind == "Eva" else "pre_norm"]
     return {
-        "image_size": sides[0][0],
-        "patch_size": sides[1][0],
+        "image_size": sides[0],
+        "patch_size": sides[1],
         "width": width,
         "layers": arguments["depth"],
         "head_width": width // heads,
@@ -129,7 +130,7 @@ def _trunk_settings(name: str, pool: str, options: str) -> dict[str, Any] | str:
         "no_ln_pre": not normalises_first,
         "patch_bias": not normalises_first,
         "class_token": bool(arguments["class_token"]),
-        "pool_heads": (arguments.get("attn_pool_num_heads") or heads) if pools else 0,
+        "pool_heads": pool_heads,
         "pool_mlp_ratio": float(arguments.get("attn_pool_mlp_ratio") or arguments["mlp_ratio"]),
         "norm_kwargs": {"eps": norm.eps},
         "act_kwargs": {"approximate": gelu},
@@ -137,19 +138,28 @@ def _trunk_settings(name: str, pool: str, options: str) -> dict[str, Any] | str:
     }
 
 
+def _square(size: Any) -> int | None:
+    """Return the side of a square; None if it is none."""
+    high, wide = (size, size) if isinstance(size, int) else size
+    return int(high) if high == wide else None
+
+
 def _eva_blocks(arguments: dict[str, Any]) -> dict[str, Any] | str:
     """Return the fields of EVA's blocks, or the first argument that has no counterpart."""
-    gated, reference = bool(arguments["swiglu_mlp"]), arguments["ref_feat_shape"]
+    gated, shape = bool(arguments["swiglu_mlp"]), arguments["ref_feat_shape"]
+    reference = None if shape is None else _square(shape)
     together = {"scale_mlp": gated, "scale_attn_inner": gated, "qkv_fused": not gated}
     for argument, expected in together.items():
         if bool(arguments[argument]) != expected:
             return f"{argument} {arguments[argument]} and swiglu_mlp {gated}"
     if gated and (arguments["use_post_norm"] or arguments["attn_type"] != "eva"):
         return "swiglu_mlp and use_post_norm or attn_type"
-    if reference is not None and len(set(reference)) > 1:
-        return f"ref_feat_shape {reference}"
+    if reference is None and shape is not None:
+        return f"ref_feat_shape {shape}"
+    if arguments["use_rot_pos_emb"] and arguments["embed_dim"] // arguments["num_heads"] % 4:
+        return f"rotary embeddings, num_heads {arguments['num_heads']} and embed_dim {arguments['embed_dim']}"
     rotary = {
-        "reference": None if reference is None else int(reference[0]),
+        "reference": reference,
         "offset": float(arguments["rope_grid_offset"]),
         "columns_first": arguments["rope_grid_indexing"] == "xy",
     }

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from megaclip.errors import ConfigError
 from megaclip.models import OpenClipConfig
+from megaclip.models.text import is_cut_exact
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.constants import COMPILE_BLOCKS_SECONDS, COMPILE_LAYER_SECONDS
 from megaclip.planner.text_chunks import planned_pieces
@@ -42,10 +43,12 @@ def compile_estimate(workload: Workload, cluster: Cluster) -> CompileEstimate:
             again = slow.recomputed - fast.recomputed if workload.checkpointing else 0.0
             step += workload.local_batch * (slow.forward - fast.forward + slow.backward - fast.backward + again)
     saved = math.inf if workload.steps is None else workload.steps * step
-    image = COMPILE_BLOCKS_SECONDS
+    model, image, text = workload.model, COMPILE_BLOCKS_SECONDS, _text_shapes(workload) * COMPILE_BLOCKS_SECONDS
     if workload.compiles_image_tower:
-        image = workload.model.vision_cfg.layers * COMPILE_LAYER_SECONDS
-    startup = _text_shapes(workload) * COMPILE_BLOCKS_SECONDS + image
+        image = model.vision_cfg.layers * COMPILE_LAYER_SECONDS
+        if not is_cut_exact(model.text_cfg):  # then the text tower is compiled as a whole too
+            text = model.text_cfg.layers * COMPILE_LAYER_SECONDS
+    startup = text + image
     if section.compile != "auto":
         return CompileEstimate(saved, startup, section.compile)
     possible = cluster.gpu_memory > 0 and section.tensor_parallel_size == 1 and section.layer_norm == "torch"
