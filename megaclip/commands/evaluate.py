@@ -119,6 +119,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--zeroshot-data", metavar="FOLDER", help="labelled images for zero-shot classification")
     parser.add_argument("--suite", type=Path, metavar="FOLDER", help="folder with one sub-folder per task")
+    parser.add_argument("--probe", action="store_true", help="--suite: also a linear probe and nearest neighbours")
     parser.add_argument("--markdown", action="store_true", help="print the table of --suite in Markdown")
     parser.add_argument(
         "--tokenizer",
@@ -144,8 +145,9 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("no data to evaluate on; give --val-data, --zeroshot-data or both, or --suite")
     if arguments.suite is not None and (arguments.val_data or arguments.zeroshot_data):
         parser.error("--suite cannot be combined with --val-data or --zeroshot-data; run two commands")
-    if arguments.markdown and arguments.suite is None:
-        parser.error("--markdown has no effect without --suite; add --suite, or leave it out")
+    for flag in ("markdown", "probe"):
+        if getattr(arguments, flag) and arguments.suite is None:
+            parser.error(f"--{flag} has no effect without --suite; add --suite, or leave it out")
     if arguments.val_fraction is not None and not 0 < arguments.val_fraction < 1:
         parser.error(f"--val-fraction is {arguments.val_fraction:g}; use a fraction between 0 and 1")
     for flag in ("pictures", "val_fraction", "group_captions", "image_key", "caption_key", "dataset_type"):

@@ -49,7 +49,7 @@ def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, encode: Enc
         tasks = find_tasks(arguments.suite)
         counted = [task for task in tasks if task.is_counted]
         if group_rank() == 0 and arguments.json is not None:
-            of_model = _model_checksum(model, arguments.precision)
+            of_model = _model_checksum(model, f"{arguments.precision}, probe: {arguments.probe}")
             checksums = {task.key: _checksum(task, of_model) for task in counted}
             lines = _kept(arguments.json, checksums)
     keys = [task.key for task in tasks]
@@ -59,7 +59,9 @@ def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, encode: Enc
     def progress(batches: Iterable[Any], name: str) -> Iterable[Any]:
         return tqdm(batches, name, unit="batch", leave=False, disable=True if group_rank() else None)
 
-    scorer = TaskScorer(encode, model.transform, model.tokenizer, arguments.batch_size, arguments.workers, progress)
+    scorer = TaskScorer(
+        encode, model.transform, model.tokenizer, arguments.batch_size, arguments.workers, progress, arguments.probe
+    )
     for task in counted:
         if task.key in lines:
             continue
@@ -87,9 +89,9 @@ def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, encode: Enc
         raise failure
 
 
-def _model_checksum(model: SavedModel, precision: str) -> str:
-    """Return a checksum of the weights, the preprocessing, the tokenizer and the precision."""
-    sums = hashlib.sha256(repr((_FORMAT, precision, model.transform, model.tokenizer.identity)).encode())
+def _model_checksum(model: SavedModel, settings: str) -> str:
+    """Return a checksum of the weights, the preprocessing, the tokenizer and the settings."""
+    sums = hashlib.sha256(repr((_FORMAT, settings, model.transform, model.tokenizer.identity)).encode())
     for name, value in model.model.state_dict().items():
         sums.update(name.encode())
         sums.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
@@ -127,6 +129,9 @@ def _report(tasks: list[Task], lines: dict[str, Line], errors: dict[str, str], *
         value = line["metrics"]["main_metric"]
         score = "-" if value is None else f"{100 * value:.2f}"
         rows.append([line["dataset"], line["metric"], score, f"{line['samples']:,}"])
+        for name in ("lp_acc1", "knn_acc1"):
+            if name in line["metrics"]:
+                rows.append(["", name, f"{100 * line['metrics'][name]:.2f}", ""])
     datacomp = [key for key, settings in DATACOMP_TASKS.items() if settings.get("main_metric", "") is not None]
     for name, keys in (("average", list(lines)), ("average of DataComp", datacomp)):
         values = [line["metrics"]["main_metric"] for line in found if line["key"] in keys]

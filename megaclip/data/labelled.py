@@ -220,6 +220,12 @@ def _copied_texts(url: str) -> tuple[Path, list[RemoteFile]]:
     return folder, sorted(shards, key=lambda shard: _by_number(Path(shard.name)))
 
 
+def has_train_split(folder: Path) -> bool:
+    """Return whether a labelled dataset has a folder train beside that of its test split."""
+    names = {entry.name.lower() for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."}
+    return "train" in names and names <= _SPLITS
+
+
 def split_shards(folder: Path, split: str | None = None) -> list[Path]:
     """Return the tar shards in a folder in CLIP_benchmark's layout, or in its folder test or train.
 

@@ -17,12 +17,13 @@ import torch
 from megaclip.comm.collectives import raise_on_all_ranks, sum_counts
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.data import EvaluationLoader, ImageTransform, LabelledDataset, PairDataset, Tokenizer, open_pairs
-from megaclip.data.labelled import CLASS_NAMES_FILE, open_labelled, split_shards, text_lines
+from megaclip.data.labelled import CLASS_NAMES_FILE, has_train_split, open_labelled, split_shards, text_lines
 from megaclip.errors import DataError, os_reason
 from megaclip.evaluation import task_metrics
 from megaclip.evaluation.datasets import Progress
 from megaclip.evaluation.encoder import Encode, encode_images, encode_texts
 from megaclip.evaluation.items import Item, ItemSet, item_files, open_items
+from megaclip.evaluation.probe import linear_probe, nearest_neighbours
 from megaclip.evaluation.retrieval import RECALL_AT, retrieval
 from megaclip.evaluation.scores import evaluate
 from megaclip.evaluation.task_metrics import Metrics
@@ -110,6 +111,8 @@ class TaskScorer:
     """Number of data worker processes per rank."""
     progress: Progress
     """Shows the progress over the batches."""
+    probe: bool = False
+    """Fit a linear probe and find nearest neighbours for classification sets with a train split."""
     _weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def score(self, task: Task, data: LabelledDataset | PairDataset | ItemSet) -> dict[str, Any]:
@@ -117,20 +120,13 @@ class TaskScorer:
 
         Raises DataError on every rank.
         """
-        dataset, is_pairs = task.settings.get("dataset", task.key), isinstance(data, PairDataset)
-        loader = EvaluationLoader(
-            data,
-            self.transform,
-            self.tokenizer if is_pairs else None,
-            batch_size=self.batch_size,
-            rank=group_rank(),
-            world_size=group_size(),
-            num_workers=self.num_workers,
-            by_line=True,
-        )
+        dataset = task.settings.get("dataset", task.key)
+        loader = self._loader(data)
         batches, lost = self.progress(loader, dataset), 0
         if isinstance(data, LabelledDataset):
             metrics, main, samples = self._classification(task, data, batches)
+            if self.probe and not data.has_several_labels and has_train_split(task.folder):
+                metrics |= self._probe(task, data)
         elif isinstance(data, ItemSet):
             metrics, main, samples = self._items(data, batches)
             lost = len(data.items) - samples
@@ -148,6 +144,35 @@ class TaskScorer:
         metrics["main_metric"] = metrics[main]
         facts = {"metric": main, "samples": samples, "bad_samples": bad_samples}
         return {"key": task.key, "dataset": dataset, "metrics": metrics, **facts}
+
+    def _loader(self, data: LabelledDataset | PairDataset | ItemSet) -> EvaluationLoader:
+        return EvaluationLoader(
+            data,
+            self.transform,
+            self.tokenizer if isinstance(data, PairDataset) else None,
+            batch_size=self.batch_size,
+            rank=group_rank(),
+            world_size=group_size(),
+            num_workers=self.num_workers,
+            by_line=True,
+        )
+
+    def _probe(self, task: Task, data: LabelledDataset) -> Metrics:
+        with raise_on_all_ranks():
+            train = open_labelled(task.folder, split="train")
+            if train.class_names != data.class_names:
+                raise DataError(f"{task.folder}: the train split has other classes than the test split")
+        sets = [encode_images(self.encode, self.progress(self._loader(own), task.key)) for own in (train, data)]
+        (features, facts), (test, test_facts) = sets
+        arguments = features, facts[:, 1], test, len(data.class_names)
+        labels, (linear, strength) = test_facts[:, 1].cpu().numpy(), linear_probe(*arguments)
+        recalls = [float(np.mean((linear == label)[labels == label])) for label in np.unique(labels)]
+        return {
+            "lp_acc1": float(np.mean(linear == labels)),
+            "lp_mean_per_class_recall": float(np.mean(recalls)),
+            "lp_C": strength,
+            "knn_acc1": float(np.mean(nearest_neighbours(*arguments) == labels)),
+        }
 
     def _texts(self, texts: list[str]) -> torch.Tensor:
         return encode_texts(self.encode, texts, self.tokenizer, batch_size=self.batch_size)

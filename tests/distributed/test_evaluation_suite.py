@@ -40,7 +40,9 @@ def run_suite(suite: Path, results: Path) -> None:
         model=model, transform=TRANSFORM, tokenizer=load_tokenizer("clip", CONFIG.text_cfg.context_length)
     )
     encode = ModelEncoder(model, TRANSFORM.normalise, device=torch.device("cpu"), cut_captions=model.cut_captions)
-    arguments = Namespace(suite=suite, json=results, batch_size=4, workers=0, markdown=False, precision="fp32")
+    arguments = Namespace(
+        suite=suite, json=results, batch_size=4, workers=0, markdown=False, probe=False, precision="fp32"
+    )
     evaluate_suite(arguments, loaded, encode)  # type: ignore[arg-type]
 
 

@@ -23,6 +23,7 @@ WORDS = torch.from_numpy(np.random.default_rng(0).normal(size=(5000, 12))).float
 def encode(images: torch.Tensor | None = None, tokens: torch.Tensor | None = None) -> tuple[Any, Any]:
     """Return the means of the rows of pixels, and a random feature for each text."""
     found = None if images is None else images.float().mean(dim=1).flatten(1)[:, ::5][:, :12] - 128
+    found = None if found is None else torch.nn.functional.normalize(found, dim=1)
     return found, None if tokens is None else WORDS[tokens[:, 0]]
 
 
@@ -30,8 +31,9 @@ def tokenizer(texts: list[str]) -> torch.Tensor:
     return torch.tensor([[sum(text.encode()) % 5000] for text in texts])
 
 
-def run(suite: Path, results: Path | None = None, model: str = "model", markdown: bool = False) -> None:
-    arguments = Namespace(suite=suite, json=results, batch_size=4, workers=0, markdown=markdown, precision="fp32")
+def run(suite: Path, results: Path | None = None, model: str = "model", **flags: bool) -> None:
+    flags = {"markdown": False, "probe": False} | flags
+    arguments = Namespace(suite=suite, json=results, batch_size=4, workers=0, precision="fp32", **flags)
     tokens = partial(tokenizer)
     tokens.identity = "a tokenizer"  # type: ignore[attr-defined]
     weights = torch.nn.Linear(1, 1)
@@ -166,6 +168,26 @@ def test_bad_group_labels_are_left_out_and_counted(content: bytes, kind: str, tm
     line = lines_of(tmp_path / "results.jsonl")["fairness/geode"]
     assert line["bad_samples"] == {kind: 1} and line["samples"] == 8
     assert line["metrics"]["count_region:0"] + line["metrics"]["count_region:1"] == 8
+
+
+@pytest.mark.parametrize("layout", ["tars", "folders"])
+def test_the_probe_uses_the_train_split(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The test images are training images, so the most similar one has the right label."""
+    place = tmp_path / "suite" / "mine"
+    for split in ("train", "test"):
+        rows = range(1, 40) if split == "train" else range(1, 11)
+        if layout == "tars":
+            write_classes(place, [{"png": image(row), "cls": str(row % 2).encode()} for row in rows])
+            (place / "test").rename(place / split)
+        for row in rows if layout == "folders" else ():
+            (place / split / f"class {row % 2}").mkdir(parents=True, exist_ok=True)
+            (place / split / f"class {row % 2}" / f"{row}.png").write_bytes(image(row))
+    run(tmp_path / "suite", tmp_path / "results.jsonl", probe=True)
+    metrics = lines_of(tmp_path / "results.jsonl")["mine"]["metrics"]
+    assert metrics["knn_acc1"] == 1.0 and {"lp_acc1", "lp_mean_per_class_recall", "lp_C"} < metrics.keys()
+    assert ["knn_acc1", "100.00"] in [line.split() for line in capsys.readouterr().out.splitlines()]
+    run(tmp_path / "suite", tmp_path / "results.jsonl")
+    assert "lp_acc1" not in lines_of(tmp_path / "results.jsonl")["mine"]["metrics"], "the flag is in the checksum"
 
 
 def test_sets_with_the_same_key_are_refused(suite: Path, capsys: pytest.CaptureFixture[str]) -> None:
