@@ -5,12 +5,14 @@
 
 It writes shards of JPEGs as img2dataset does (shorter side 384, quality 90, about 67 KB, one caption each), and starts
 each trainer on them with the same model, batch, workers, bf16 and torch.compile. A row has the samples per second over
-the last half of the steps, by the trainer's own log; the seconds from the start of the process to the first line of a
-step; and the largest memory of all its processes on the host. open_clip's trainer requires webdataset <= 0.2.86, and at
-least as many shards of 512 samples as workers.
+the last half of the steps, by the trainer's own log; the milliseconds of a step in which MegaCLIP waited for data (its
+`wait`); the CPU time of the first rank without its workers, as a share of the time; the seconds from the start of the
+process to the first line of a step; and the largest memory that was taken on the host. open_clip's trainer requires
+webdataset <= 0.2.86, and at least as many shards of 512 samples as workers.
 """
 
 import argparse
+import contextlib
 import io
 import multiprocessing
 import os
@@ -32,6 +34,8 @@ SHARD = 512
 """Samples of a shard."""
 RATES = {"megaclip": re.compile(r"samples/s (\d+)"), "open_clip": re.compile(r"([\d.]+)/s, [\d.]+/s/gpu")}
 """Samples per second of all GPUs in a line of a trainer's log."""
+WAIT = re.compile(r"wait ([\d.]+)s")
+HEAD = "| trainer | samples/s | wait, ms | CPU of a rank | seconds to the first step | GiB of the host |"
 
 
 def write_shard(path: Path, side: int) -> None:
@@ -78,19 +82,15 @@ def commands(arguments: argparse.Namespace, data: Path, logs: Path) -> dict[str,
 
 def measure(name: str, command: list[str]) -> str:
     """Run a trainer and return its row."""
-    began, first, rates, memory = time.monotonic(), 0.0, list[float](), [0]
+    began, first, rates, waits, busy = time.monotonic(), 0.0, list[float](), list[float](), list[tuple[float, float]]()
+    before, memory = psutil.virtual_memory().available, [0]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def watch() -> None:
         while process.poll() is None:
-            used = 0
-            try:
-                for each in psutil.Process(process.pid).children(recursive=True):
-                    used += each.memory_full_info().pss
-            except psutil.Error:
-                continue
-            memory[0] = max(memory[0], used)
-            time.sleep(2)
+            # The memory of each process would be read under a lock that its page faults wait for.
+            memory[0] = max(memory[0], before - psutil.virtual_memory().available)
+            time.sleep(1)
 
     threading.Thread(target=watch, daemon=True).start()
     assert process.stdout is not None
@@ -98,13 +98,22 @@ def measure(name: str, command: list[str]) -> str:
     for line in process.stdout:
         lines.append(line)
         if found := RATES[name].search(line):
-            first = first or time.monotonic() - began
+            if not first:
+                first = time.monotonic() - began
+                processes = psutil.Process(process.pid).children(recursive=True)
+                rank = max(reversed(processes), key=lambda each: len(each.children()))  # the one that has workers
             rates.append(float(found[1]))
+            waits += [1000 * float(seconds) for seconds in WAIT.findall(line)]
+            with contextlib.suppress(psutil.NoSuchProcess):  # the last lines may be read after its end
+                busy.append((time.monotonic(), sum(rank.cpu_times()[:2])))
     if process.wait() or not rates:
         print("".join(lines[-30:]), file=sys.stderr)
-        return f"| {name} | ended with {process.returncode} | | |"
-    rate = statistics.median(rates[len(rates) // 2 :])
-    return f"| {name} | {rate:,.0f} | {first:.0f} | {memory[0] / 2**30:.1f} |"
+        return f"| {name} | ended with {process.returncode} | | | | |"
+    half = len(rates) // 2
+    rate, wait = (f"{statistics.median(values[half:]):,.0f}" if values else "" for values in (rates, waits))
+    (start, cpu_before), (end, cpu_after) = busy[min(half, len(busy) - 1)], busy[-1]
+    share = f"{(cpu_after - cpu_before) / max(end - start, 1e-9):.2f}"
+    return f"| {name} | {rate} | {wait} | {share} | {first:.0f} | {memory[0] / 2**30:.1f} |"
 
 
 def main() -> None:
@@ -130,7 +139,7 @@ def main() -> None:
             pool.starmap(write_shard, shards)
         size = sum(path.stat().st_size for path, _ in shards) / arguments.samples
         print(f"{arguments.samples} JPEGs of {size / 1000:.0f} KB\n")
-        print("| trainer | samples/s | seconds to the first step | GiB of the host |\n| --- | --- | --- | --- |")
+        print(HEAD, "| --- " * HEAD.count(" |") + "|", sep="\n")
         for name, command in commands(arguments, data, logs).items():
             if name in arguments.only:
                 print(measure(name, command), flush=True)
