@@ -395,4 +395,7 @@ def _section(tower: dict[str, Any], quick: bool, name: str) -> dict[str, Any]:
 
 def _inexpressible(setting: str, value: Any) -> ConfigError:
     found = value if isinstance(value, str) else json.dumps(value, default=str)
-    return ConfigError(f"{setting} {shortened(found)}: transformers' CLIPModel and SiglipModel have no such setting")
+    return ConfigError(
+        f"{setting} {shortened(found)}: transformers' CLIPModel and SiglipModel have no such setting; use --format "
+        "open_clip"
+    )
