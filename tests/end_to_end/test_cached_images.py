@@ -30,7 +30,7 @@ def weights(logs: Path, name: str) -> dict[str, torch.Tensor]:
     return consolidated_weights(logs / name / "checkpoints", f"step_{STEPS:08d}")
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_cached_features_train_as_images_do(tiny_run, tmp_path, stage):
     """One image is bad: its substitute must be the same with and without the cache.
 
