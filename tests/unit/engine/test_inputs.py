@@ -313,7 +313,7 @@ def test_run_description_contains_the_tokenizers_content_and_the_preprocessing(
         arguments = ["--model", folder / "exported", *flags]
         inputs = read(folder, *arguments)
         parsed = parse_arguments(["--deepspeed_config", "c", "--train-data", "d", *map(str, arguments)])
-        return resume.describe_run(inputs, parsed, inputs.config.batch_layout(1), 1)
+        return resume.describe_run(inputs, parsed, inputs.config.batch_layout(1), 1, None)
 
     first = description()
 
