@@ -139,6 +139,8 @@ def _alternatives(workload: Workload, cluster: Cluster) -> Iterator[tuple[str, f
             whole = whole.with_megaclip(coalesce_gradient_reduction=False)
             whole = replace(whole, gradient_bytes=2 if workload.accumulates_in_bf16 else 4)
             settings = ", megaclip.coalesce_gradient_reduction false"
+            if workload.bf16 and not workload.accumulates_in_bf16:
+                settings += ', data_types.grad_accum_dtype "fp32"'
         sizes = micro_batches(whole.at_stage(stage), cluster)
         for one in sorted(sizes, key=lambda one: one.workload.batch.micro_batch != ranks * batch.micro_batch):
             size = one.workload.batch.micro_batch

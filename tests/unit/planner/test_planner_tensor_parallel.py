@@ -171,7 +171,8 @@ def test_a_run_without_a_fitting_alternative_gets_no_advice(tmp_path: Path) -> N
 def test_a_run_that_fits_only_without_tensor_parallelism_is_reported(tmp_path: Path) -> None:
     job = split_over(tmp_path, 2, model="ViT-18B-14", rows=32)
     assert not fits(job, H100)
-    assert str(faster_run(job, H100)).startswith("megaclip.tensor_parallel_size 2 does not fit; ZeRO-3")
+    settings = 'ZeRO-3 (megaclip.coalesce_gradient_reduction false, data_types.grad_accum_dtype "fp32"'
+    assert str(faster_run(job, H100)).startswith(f"megaclip.tensor_parallel_size 2 does not fit; {settings}")
 
 
 def test_alternatives_have_only_settings_that_a_run_accepts(tmp_path: Path) -> None:
