@@ -6,6 +6,7 @@ has the whole A and a third of the rows of B. The logit scale and bias are no ad
 """
 
 from pathlib import Path
+from typing import Any
 
 from megaclip.checkpoint import manifest
 from megaclip.checkpoint.adapters import lora_state
@@ -48,15 +49,25 @@ def export_adapters(
             f"{folder / tag} has no adapters, because megaclip.lora was not set; use --format open_clip"
         )
     trained = consolidated_weights(folder, tag, ema=ema, merges=False)
+    with writing(out_dir, CheckpointError):
+        write_adapters(out_dir, trained, settings)
+    return {name: trained[name] for name in SCALARS if name in trained}
+
+
+def write_adapters(out_dir: Path, trained: StateDict, settings: dict[str, Any]) -> None:
+    """Write adapters to a folder. trained: by the names of a run. settings: those of `megaclip.lora`.
+
+    Raises:
+        CheckpointError: transformers has no layer of an adapter.
+        OSError: a file cannot be written.
+    """
     weights = adapters_for_transformers(trained)
     layers = sorted({name.partition(".lora_")[0] for name in weights})
-    with writing(out_dir, CheckpointError):
-        make_folders(out_dir)
-        (out_dir / manifest.MANIFEST).unlink(missing_ok=True)
-        adapter_config(layers, inference_mode=True, **settings).save_pretrained(str(out_dir))
-        write_tensors(out_dir / WEIGHTS_NAME, {f"{_PREFIX}{name}": value for name, value in weights.items()})
-        manifest.write(out_dir, sync_files(out_dir, ["adapter_config.json", WEIGHTS_NAME]))
-    return {name: trained[name] for name in SCALARS if name in trained}
+    make_folders(out_dir)
+    (out_dir / manifest.MANIFEST).unlink(missing_ok=True)  # removed until it describes the new files
+    adapter_config(layers, inference_mode=True, **settings).save_pretrained(str(out_dir))
+    write_tensors(out_dir / WEIGHTS_NAME, {f"{_PREFIX}{name}": value for name, value in weights.items()})
+    manifest.write(out_dir, sync_files(out_dir, ["adapter_config.json", WEIGHTS_NAME]))
 
 
 def adapters_for_transformers(trained: StateDict) -> StateDict:

@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from megaclip.checkpoint import store
+from megaclip.config.section import LoraSettings
 from megaclip.data import ImageTransform
 from megaclip.losses import LOSSES
 from megaclip.models import DualEncoder, OpenClipConfig, build_model
+from megaclip.models.lora import add_adapters
 from megaclip.open_clip_package import import_open_clip
 from megaclip.step.batch import DeviceFeed, Tower
 from megaclip.step.gradient_cache import RandomState
@@ -150,6 +152,9 @@ def oracle(case: Case, folder: Path, rates: Rates = same_rates) -> Outcome:
     if case.locked:
         model.lock_image_tower(UNLOCKED_GROUPS[case.locked])
         model.lock_text_tower(UNLOCKED_GROUPS[case.locked])
+    if lora := dict(case.section).get("lora"):
+        torch.manual_seed(SEED)
+        add_adapters(model, **LoraSettings(**lora).model_dump())
     training = OracleTraining(case, rates=rates, model=model)
     outcome = training.train(lambda step: _features(model, case, step))
     outcome.statistics = statistics_of(model)

@@ -4,13 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-from megaclip.checkpoint.peft_folder import adapters_for_transformers
+from megaclip.checkpoint.model_card import read_model_card
+from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights
+from megaclip.checkpoint.peft_folder import adapters_for_transformers, write_adapters
 from megaclip.config.section import LoraSettings
 from megaclip.errors import ConfigError
 from megaclip.models import build_model
-from megaclip.models.lora import add_adapters, merge_adapters
+from megaclip.models.lora import add_adapters, import_peft, merge_adapters
 from megaclip.planner.tower_costs import tower_costs, trace_tower
 from tests.open_clip_families import CONTEXT_LENGTH, IMAGE_SIZE, VOCAB_SIZE, family
+from tests.unit.checkpoint.test_transformers_directory import batch, saved, their_inputs
 
 # Family -> layers of the image tower and of the text tower that get adapters. open_clip's attention is one fused layer.
 LAYERS = {
@@ -67,6 +70,28 @@ def test_a_stacked_projection_is_three_adapters_in_transformers():
         torch.cat([found[f"{one}.lora_B.weight"] @ found[f"{one}.lora_A.weight"] for one in layers]), b @ a
     )
     assert torch.equal(torch.cat([found[f"{one}.lora_magnitude_vector"] for one in layers]), lengths)
+
+
+@pytest.mark.parametrize(("name", "towers"), [("CLIP", "own"), ("SigLIP", "open_clip"), ("SigLIP 2", "open_clip")])
+def test_peft_reads_adapters_on_transformers_models(name, towers, tmp_path):
+    theirs = saved(name, tmp_path / "saved")
+    card = read_model_card(tmp_path / "saved", towers=towers)
+    model = assigned_model(card.config, read_weights(tmp_path / "saved", card.config))
+    lora = settings(rank=3, rslora=True)
+    add_adapters(model, **lora)
+    adapters = {key: p for key, p in model.named_parameters() if ".lora_" in key}
+    for parameter in adapters.values():
+        torch.nn.init.normal_(parameter, std=0.1)
+    write_adapters(tmp_path / "adapters", adapters, lora)
+    images, tokens = batch(3)
+    with torch.no_grad():
+        before = theirs(**their_inputs(theirs, images.float(), tokens))
+        image, text, *_ = model(images.float(), tokens)
+        adapted = import_peft().PeftModel.from_pretrained(theirs, str(tmp_path / "adapters")).eval()
+        after = adapted(**their_inputs(theirs, images.float(), tokens))
+    for ours, kind in ((image, "image_embeds"), (text, "text_embeds")):
+        torch.testing.assert_close(ours, after[kind], rtol=0, atol=1e-5)
+        assert (ours - before[kind]).abs().max() > 1e-2
 
 
 def test_refusals(tmp_path):
