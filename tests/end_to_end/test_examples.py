@@ -172,6 +172,9 @@ def test_fine_tuning_from_a_released_model_to_an_export_that_open_clip_loads(tin
     similarities = re.search(r"^similarities (.*)$", output, re.MULTILINE)
     assert similarities and len(json.loads(similarities.group(1))[0]) == 2
 
+    log = run_script(tmp_path / "fine_tuning/locked.sh", tmp_path)
+    assert log.count("images once") == 1 and log.count("images are read from features/") == 2
+
 
 def assert_only_unlocked_weights_have_changed(folder: Path) -> None:
     """Compare with the release, in float32 although the run had bf16: two groups of the image tower and the text tower
