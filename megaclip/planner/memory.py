@@ -114,8 +114,11 @@ def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
         host_memory=cluster.usable_host_memory - sum(cpu.values()),
         disk=cluster.usable_disk - (sum(nvme.values()) if cluster.nvme is None else 0.0),
     )
-    held = chunks_held(workload.batch.accumulation, workload.encoded_again[0], keeps=place.keeps)
-    (disk if place.name == "disk" else cpu)["step store"] = images * held / workload.batch.accumulation
+    if place.keeps:
+        (cpu if place.name == "cpu" else disk)["step store"] = images
+    else:
+        held = chunks_held(workload.batch.accumulation, workload.encoded_again[0], keeps=False)
+        cpu["loader's chunks"] += images * held / workload.batch.accumulation
     section = workload.megaclip
     plan = MemoryPlan(
         workload,
