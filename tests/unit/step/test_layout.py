@@ -92,7 +92,6 @@ def test_towers_run_as_often_as_planned(tmp_path: Path) -> None:
 @pytest.fixture
 def plan_of_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Return a function that returns two plans: that of a ViT-B-32 run on a machine, and that of the planner alone."""
-    monkeypatch.setattr(preflight, "_SHARED_MEMORY", tmp_path / "not there")
 
     def plans(machine: Cluster, others: list[str | bool] | None = None, lock_image: bool = False, **section):
         job = workload(tmp_path, ranks=machine.gpus, megaclip=section)
