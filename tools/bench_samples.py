@@ -50,6 +50,9 @@ class SyntheticSource:
     def manifest(self) -> list[list[Any]]:
         return [["memory", 0, len(self)]]
 
+    def image_files(self) -> list[str]:
+        return []
+
 
 def synthetic_captions(lengths: str, context_length: int) -> list[str]:
     """Return POOL captions of random words, in random order.

@@ -48,11 +48,11 @@ def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, encode: Enc
     with raise_on_all_ranks():
         tasks = find_tasks(arguments.suite)
         counted = [task for task in tasks if task.is_counted]
+        keys = [task.key for task in tasks]
         if group_rank() == 0 and arguments.json is not None:
             of_model = _model_checksum(model, f"{arguments.precision}, probe: {arguments.probe}")
-            checksums = {task.key: _checksum(task, of_model) for task in counted}
+            checksums = {task.key: _checksum(task, of_model) for task in counted if keys.count(task.key) == 1}
             lines = _kept(arguments.json, checksums)
-    keys = [task.key for task in tasks]
     require_equal({"--suite": f"tasks {', '.join(keys)}"})
     lines, errors = gather_objects(lines)[0], dict[str, str]()
 
@@ -90,8 +90,9 @@ def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, encode: Enc
 
 
 def _model_checksum(model: SavedModel, settings: str) -> str:
-    """Return a checksum of the weights, the preprocessing, the tokenizer and the settings."""
-    sums = hashlib.sha256(repr((_FORMAT, settings, model.transform, model.tokenizer.identity)).encode())
+    """Return a checksum of the weights, their description, the preprocessing, the tokenizer and the settings."""
+    facts = _FORMAT, settings, model.model.config, model.transform, model.tokenizer.identity
+    sums = hashlib.sha256(repr(facts).encode())
     for name, value in model.model.state_dict().items():
         sums.update(name.encode())
         sums.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -77,6 +77,10 @@ class ImageFolder:
         """Return [name, bytes, samples] per folder that holds pictures. Names are relative to the whole folder."""
         return self._manifest
 
+    def image_files(self) -> list[str]:
+        """Return the pictures, as `Source.image_files` does."""
+        return [picture for picture, _ in self._rows]
+
     def shard_name(self, row: int) -> str:
         """Return the folder that holds `row`."""
         return os.path.dirname(self._rows[row][0])

@@ -161,6 +161,9 @@ class Source(Protocol):
     def manifest(self) -> list[list[Any]]:
         """Return [name, bytes, samples] per file. A resumed run requires an equal manifest."""
 
+    def image_files(self) -> Iterable[str | Path]:
+        """Return the local files that hold the images."""
+
     @property
     def checksum(self) -> str:
         """Checksum of the samples in their order. A resumed run requires an equal one."""

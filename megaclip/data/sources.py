@@ -9,6 +9,8 @@ that cannot be read before a run begins.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import itertools
 import os
 import re
 import zlib
@@ -144,6 +146,14 @@ class PairDataset:
                 found |= {first + number: shards.files[number] for number in np.flatnonzero(sizes).tolist()}
             first += len(sizes)
         return found
+
+    def image_times(self) -> str:
+        """Return a checksum of the sizes of the local files with the images and of the times of their last change."""
+        sums = hashlib.sha256()
+        for path in itertools.chain.from_iterable(source.image_files() for source in self._sources):
+            facts = os.stat(path) if os.path.exists(path) else None  # a missing file is a bad sample
+            sums.update(f"{facts and (facts.st_size, facts.st_mtime_ns)}\n".encode())
+        return sums.hexdigest()[:16]
 
     @property
     def accounts(self) -> list[Account]:

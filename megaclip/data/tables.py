@@ -147,6 +147,13 @@ class Table:
         sizes[0][2] = len(self)
         return sizes
 
+    def image_files(self) -> Sequence[str]:
+        """Return the images that the rows name, or else the files of the table, as `Source.image_files` does."""
+        paths = self.image_paths()
+        if paths is None:
+            return self._files or [str(entry["filename"]) for entry in self._rows.cache_files]
+        return [self._path(os.fsdecode(cell), self._folder(row)) for row, cell in enumerate(paths)]
+
     def shard_name(self, row: int) -> str:
         """Return the file of a row, or the name of a table without files."""
         return self._files[int(np.searchsorted(self._ends, row, side="right"))] if self._files else self._name
@@ -204,9 +211,12 @@ class Table:
         where = f" in {folder} or in the working directory" if folder else ""
         if self._image_root:
             where = "; --image-root is its folder"
-        if self._image_root or os.path.exists(os.path.join(folder or "", value)):
-            value = os.path.join(folder or "", value)
-        return read_file(value, "image", key, where)
+        return read_file(self._path(value, folder), "image", key, where)
+
+    def _path(self, name: str, folder: str | None) -> str:
+        """Return the path of an image that a row names: in `folder`, or else in the working directory."""
+        path = os.path.join(folder or "", name)
+        return path if self._image_root or os.path.exists(path) else name
 
 
 def _text(value: Any, key: str) -> str:

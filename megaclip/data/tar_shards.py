@@ -127,6 +127,10 @@ class TarShards:
         """Return [name, bytes, samples] per shard. Names are relative to the common folder."""
         return [[shard["name"], shard["bytes"], shard["samples"]] for shard in self.shards]
 
+    def image_files(self) -> Sequence[Path]:
+        """Return the local shards, as `Source.image_files` does."""
+        return [path for path in self._paths if isinstance(path, Path)]
+
     def shard_name(self, row: int) -> str:
         """Return the path of the shard that holds `row`."""
         return str(self._paths[self._shard_of(row)])

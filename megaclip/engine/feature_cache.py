@@ -6,6 +6,7 @@ all ranks are on disk. A folder without it, of a run that was killed, is written
 """
 
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import json
@@ -13,6 +14,8 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +56,10 @@ def cached_features(
     """
     dtype = engine.get_data_types()[0]
     width = inputs.model_config.embed_dim * dtype.itemsize
+    model = inputs.model_config
     identity = {
         "format": _FORMAT,
+        "model": repr([model.embed_dim, model.quick_gelu, model.vision_cfg]),
         "tower": _checksum(engine.module.visual),
         "dtype": str(dtype),
         "device": engine.device.type,
@@ -62,6 +67,7 @@ def cached_features(
         "decoder": f"Pillow {PIL.__version__}",
         "keys": [arguments.image_key, arguments.caption_key, arguments.image_root],
         "data": inputs.train.manifest(),
+        "changed": inputs.train.image_times() if dist.get_rank() == 0 else "",
     }
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(gather_objects(str(Path(arguments.feature_cache or ".") / name))[0])
@@ -98,31 +104,28 @@ def _write(
     """Encode all images, each rank every W-th, and write them."""
     rank, folder, began = dist.get_rank(), cache.folder, time.monotonic()
     lock, token = None, gather_objects(uuid.uuid4().hex)[0]
-    with raise_on_all_ranks():
-        try:
-            if rank == 0:
-                folder.mkdir(parents=True, exist_ok=True)
-                lock = (folder / "lock").open("a+")
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _complete(folder, cache) is not None:  # meanwhile
-                    raise BlockingIOError
-                write_atomically(folder / "writer", token)
-                (folder / _COMPLETE).unlink(missing_ok=True)
-                for old in folder.glob("rank*.bin"):
-                    old.unlink()
-                if (free := shutil.disk_usage(folder).free) < cache.size:
-                    raise ConfigError(
-                        f"--feature-cache {str(folder.parent)!r} has {format_bytes(free)} free, and the features need "
-                        f"{format_bytes(cache.size)}; free space there, or use another folder"
-                    )
-        except BlockingIOError:
-            raise ConfigError(f"another run is writing {str(folder)!r}; start this run again after it") from None
-        except OSError as error:
-            raise ConfigError(f"--feature-cache cannot be written: {os_reason(error)}; use another folder") from None
-    with raise_on_all_ranks():
+    with _disk_errors(folder):
+        if rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = (folder / "lock").open("a+")
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _complete(folder, cache) is not None:  # meanwhile
+                raise BlockingIOError
+            write_atomically(folder / "writer", token)
+            (folder / _COMPLETE).unlink(missing_ok=True)
+            for old in folder.glob("rank*.bin"):
+                old.unlink()
+            if (free := shutil.disk_usage(folder).free) < cache.size:
+                raise ConfigError(
+                    f"--feature-cache {str(folder.parent)!r} has {format_bytes(free)} free, and the features need "
+                    f"{format_bytes(cache.size)}; free space there, or use another folder"
+                )
+    with _disk_errors(folder):
         seen = (folder / "writer").read_text() if (folder / "writer").exists() else ""
         if seen != token:
             raise ConfigError(_NOT_SHARED.format(folder.parent))
+        # Without a buffer, because closing a file writes its buffer, and the other ranks would not know of an error.
+        file = cache.path(rank).open("wb", buffering=0)
     text = "--feature-cache: encoding %s images once, %d bytes each, %s in %s"
     logger.info(text, f"{cache.samples:,}", cache.width + 1, format_bytes(cache.size), folder)
     loader = EvaluationLoader(
@@ -138,7 +141,7 @@ def _write(
     left = cache.rows(rank)
     engine.eval()
     try:
-        with torch.no_grad(), cache.path(rank).open("wb") as file:
+        with torch.no_grad(), file:
             for batch in in_step(loader):
                 assert isinstance(batch, EvaluationBatch)
                 images = batch.images.to(engine.device)
@@ -146,25 +149,37 @@ def _write(
                 usable = (batch.ids != PADDING_ID).to(torch.uint8)[:, None]
                 rows = torch.cat([features.cpu().contiguous().view(torch.uint8), usable], dim=1)[:left]
                 left -= len(rows)
-                with raise_on_all_ranks():
-                    try:
-                        file.write(rows.numpy().tobytes())
-                    except OSError as error:
-                        raise ConfigError(f"--feature-cache: {os_reason(error)}; free space in {folder}") from None
+                with _disk_errors(folder):
+                    content = rows.numpy().tobytes()
+                    if file.write(content) != len(content):  # the disk has no space for the rest
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            with _disk_errors(folder):
+                os.fsync(file.fileno())
+                sync_folder(folder)
     finally:
         engine.train()
-    with raise_on_all_ranks():
-        with cache.path(rank).open("rb") as file:
-            os.fsync(file.fileno())
-        sync_folder(folder)
-    if rank == 0:
-        write_atomically(folder / _COMPLETE, json.dumps({"ranks": cache.ranks} | identity, indent=1))
-    with raise_on_all_ranks():  # all ranks wait for the file
+    with _disk_errors(folder):  # all ranks wait for the file
         if lock is not None:
+            write_atomically(folder / _COMPLETE, json.dumps({"ranks": cache.ranks} | identity, indent=1))
             lock.close()
     bad = sum_counts(loader.bad_counts)
     kinds = ", ".join(f"{count} {kind}" for kind, count in bad.items()) or "none"
     logger.info("--feature-cache: encoded in %.0f s; bad samples: %s", time.monotonic() - began, kinds)
+
+
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Raise an OSError of any rank as one ConfigError on every rank."""
+    with raise_on_all_ranks():
+        try:
+            yield
+        except BlockingIOError:
+            raise ConfigError(f"another run is writing {str(folder)!r}; start this run again after it") from None
+        except OSError as error:
+            raise ConfigError(
+                f"--feature-cache {str(folder.parent)!r} cannot be written: {os_reason(error)}; free space there, or "
+                "use another folder"
+            ) from None
 
 
 def _checksum(tower: torch.nn.Module) -> str:

@@ -122,19 +122,20 @@ class TaskScorer:
         """
         dataset = task.settings.get("dataset", task.key)
         loader = self._loader(data)
-        batches, lost = self.progress(loader, dataset), 0
+        batches, lost = self.progress(loader, dataset), dict[str, int]()
         if isinstance(data, LabelledDataset):
             metrics, main, samples = self._classification(task, data, batches)
             if self.probe and not data.has_several_labels and has_train_split(task.folder):
-                metrics |= self._probe(task, data)
+                probed, lost = self._probe(task, data)
+                metrics |= probed
         elif isinstance(data, ItemSet):
             metrics, main, samples = self._items(data, batches)
-            lost = len(data.items) - samples
+            lost = {"items with an unreadable image": len(data.items) - samples} if samples < len(data.items) else {}
         else:
             result = evaluate(self.encode, tokenizer=self.tokenizer, pairs=batches)
             assert result.examples is not None, "evaluate(pairs=...) returns examples"
             metrics, main, samples = {**_recall(result.metrics)}, "mean_recall@1", result.examples.candidates
-        bad_samples = sum_counts(loader.bad_counts) | ({"items with an unreadable image": lost} if lost else {})
+        bad_samples = sum_counts(loader.bad_counts) | lost
         main = task.settings.get("main_metric", main)
         if main not in metrics:
             raise DataError(
@@ -157,22 +158,28 @@ class TaskScorer:
             by_line=True,
         )
 
-    def _probe(self, task: Task, data: LabelledDataset) -> Metrics:
+    def _probe(self, task: Task, data: LabelledDataset) -> tuple[Metrics, dict[str, int]]:
+        """Return the metrics on frozen features, and the number of training images that are left out, by kind."""
         with raise_on_all_ranks():
             train = open_labelled(task.folder, split="train")
             if train.class_names != data.class_names:
                 raise DataError(f"{task.folder}: the train split has other classes than the test split")
-        sets = [encode_images(self.encode, self.progress(self._loader(own), task.key)) for own in (train, data)]
+        loaders = [self._loader(own) for own in (train, data)]
+        sets = [encode_images(self.encode, self.progress(loader, task.key)) for loader in loaders]
         (features, facts), (test, test_facts) = sets
+        if not len(features):
+            raise DataError(f"{task.folder}: no image of the train split can be read")
+        lost = {f"{kind}, in the train split": count for kind, count in sum_counts(loaders[0].bad_counts).items()}
         arguments = features, facts[:, 1], test, len(data.class_names)
         labels, (linear, strength) = test_facts[:, 1].cpu().numpy(), linear_probe(*arguments)
         recalls = [float(np.mean((linear == label)[labels == label])) for label in np.unique(labels)]
-        return {
+        metrics: Metrics = {
             "lp_acc1": float(np.mean(linear == labels)),
             "lp_mean_per_class_recall": float(np.mean(recalls)),
             "lp_C": strength,
             "knn_acc1": float(np.mean(nearest_neighbours(*arguments) == labels)),
         }
+        return metrics, lost
 
     def _texts(self, texts: list[str]) -> torch.Tensor:
         return encode_texts(self.encode, texts, self.tokenizer, batch_size=self.batch_size)

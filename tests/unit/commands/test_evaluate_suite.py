@@ -31,7 +31,7 @@ def tokenizer(texts: list[str]) -> torch.Tensor:
     return torch.tensor([[sum(text.encode()) % 5000] for text in texts])
 
 
-def run(suite: Path, results: Path | None = None, model: str = "model", **flags: bool) -> None:
+def run(suite: Path, results: Path | None = None, model: str = "model", config: str = "", **flags: bool) -> None:
     flags = {"markdown": False, "probe": False} | flags
     arguments = Namespace(suite=suite, json=results, batch_size=4, workers=0, precision="fp32", **flags)
     tokens = partial(tokenizer)
@@ -39,6 +39,7 @@ def run(suite: Path, results: Path | None = None, model: str = "model", **flags:
     weights = torch.nn.Linear(1, 1)
     torch.nn.init.constant_(weights.weight, float(len(model)))
     torch.nn.init.zeros_(weights.bias)
+    weights.config = config  # type: ignore[assignment]
     loaded = SimpleNamespace(model=weights, transform=ImageTransform(8), tokenizer=tokens)
     command.evaluate_suite(arguments, loaded, encode)  # type: ignore[arg-type]
 
@@ -82,6 +83,9 @@ def test_only_tasks_whose_data_or_model_has_changed_are_evaluated_again(
     write_classes(suite / "own_numbers", [{"png": image(row), "npy": npy(1)} for row in range(COUNT)])  # as many bytes
     run(suite, results)
     assert evaluated == ["own_numbers"] and lines_of(results)["own_numbers"] != json.loads(whole.splitlines()[2])
+    evaluated.clear()
+    run(suite, results, config="as many weights, other heads")
+    assert len(evaluated) == 3
     evaluated.clear()
     run(suite, results, model="another model")
     assert len(evaluated) == 3
@@ -172,28 +176,36 @@ def test_bad_group_labels_are_left_out_and_counted(content: bytes, kind: str, tm
 
 @pytest.mark.parametrize("layout", ["tars", "folders"])
 def test_the_probe_uses_the_train_split(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The test images are training images, so the most similar one has the right label."""
+    """The test images are training images, so the most similar one has the right label. One training image is bad."""
     place = tmp_path / "suite" / "mine"
+
+    def content(row: int) -> bytes:
+        return image(row) if row < 39 else b"no image"
+
     for split in ("train", "test"):
         rows = range(1, 40) if split == "train" else range(1, 11)
         if layout == "tars":
-            write_classes(place, [{"png": image(row), "cls": str(row % 2).encode()} for row in rows])
+            write_classes(place, [{"png": content(row), "cls": str(row % 2).encode()} for row in rows])
             (place / "test").rename(place / split)
         for row in rows if layout == "folders" else ():
             (place / split / f"class {row % 2}").mkdir(parents=True, exist_ok=True)
-            (place / split / f"class {row % 2}" / f"{row}.png").write_bytes(image(row))
+            (place / split / f"class {row % 2}" / f"{row}.png").write_bytes(content(row))
     run(tmp_path / "suite", tmp_path / "results.jsonl", probe=True)
-    metrics = lines_of(tmp_path / "results.jsonl")["mine"]["metrics"]
+    line = lines_of(tmp_path / "results.jsonl")["mine"]
+    metrics = line["metrics"]
+    assert line["bad_samples"] == {"undecodable image, in the train split": 1} and line["samples"] == 10
     assert metrics["knn_acc1"] == 1.0 and {"lp_acc1", "lp_mean_per_class_recall", "lp_C"} < metrics.keys()
     assert ["knn_acc1", "100.00"] in [line.split() for line in capsys.readouterr().out.splitlines()]
     run(tmp_path / "suite", tmp_path / "results.jsonl")
     assert "lp_acc1" not in lines_of(tmp_path / "results.jsonl")["mine"]["metrics"], "the flag is in the checksum"
 
 
-def test_sets_with_the_same_key_are_refused(suite: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sets_with_the_same_key_are_refused(suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also if one of them has a result."""
+    run(suite, tmp_path / "results.jsonl")
     shutil.copytree(suite / "wds_cars_test", suite / "cars")
     with pytest.raises(DataError, match="tasks were not evaluated: cars"):
-        run(suite)
+        run(suite, tmp_path / "results.jsonl")
     assert "several folders are cars; keep one of them in the suite" in capsys.readouterr().out
 
 

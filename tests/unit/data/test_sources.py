@@ -176,6 +176,26 @@ def test_names_of_splits_in_the_names_of_pictures_leave_nothing_out(tmp_path, ot
     assert pairs == [(f"caption {number}", picture(number)) for number in range(3)]
 
 
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (make_tars, "00001.tar"),
+        (make_parquet, "part.parquet"),
+        (make_csv, "3.png"),
+        (make_json_lines, "3.png"),
+        (write_folder_of_pairs, "2.JPG"),
+        (make_saved, "saved/train/data-00000-of-00001.arrow"),
+    ],
+)
+def test_a_file_of_images_that_is_changed_in_place_is_noticed(tmp_path, make, name):
+    """The manifest has no times. Copies of the data have other times, and a resumed run may use them."""
+    spec = make(tmp_path)
+    times, manifest = open_pairs([spec]).image_times(), open_pairs([spec]).manifest()
+    assert open_pairs([spec]).image_times() == times
+    os.utime(tmp_path / name, (1, 1))
+    assert open_pairs([spec]).image_times() != times and open_pairs([spec]).manifest() == manifest
+
+
 @pytest.mark.parametrize("name", ["0.tar", "0.csv"])
 @pytest.mark.timeout(60)
 def test_a_pipe_in_a_folder_of_shards_or_tables_is_an_error(tmp_path, name):

@@ -1,0 +1,101 @@
+"""Writing and finding cached image features on two ranks, with a stand-in for the engine."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed.comm as dist
+import pytest
+import torch
+
+from megaclip.data import ImageTransform, open_pairs
+from megaclip.data.feature_cache import CachedFeatures
+from megaclip.engine import feature_cache
+from megaclip.errors import ConfigError
+from tests.distributed.engine_cases import MODEL
+from tests.distributed.harness import run_ranks
+from tests.unit.data.data_samples import CountingTokenizer, write_shards
+
+SAMPLES = 11
+
+
+class Engine(torch.nn.Module):
+    """Stand-in for the engine; `calls` counts the batches that it encodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.device, self.calls = torch.nn.Module(), torch.device("cpu"), 0
+        self.module.visual = torch.nn.Linear(1, 1)
+        torch.nn.init.ones_(self.module.visual.weight)
+        torch.nn.init.ones_(self.module.visual.bias)
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        return torch.float32, torch.float32
+
+    def forward(self, images: torch.Tensor, tokens: None) -> tuple[torch.Tensor, None]:
+        self.calls += 1
+        return images.flatten(1)[:, : MODEL.embed_dim], tokens
+
+
+def encoded_batches(folder: Path, model: Any = MODEL) -> int:
+    """Return the number of batches that `cached_features` encodes on this rank."""
+    engine = Engine()
+    inputs = SimpleNamespace(
+        train=open_pairs([str(folder / "*.tar")]),
+        train_transform=ImageTransform(8),
+        tokenizer=CountingTokenizer(),
+        model_config=model,
+    )
+    arguments = SimpleNamespace(
+        feature_cache=str(folder / "cache"), workers=0, max_bad_fraction=0, image_key=None, caption_key=None,
+        image_root=None,
+    )  # fmt: skip
+    feature_cache.cached_features(engine, inputs, arguments, 4)  # type: ignore[arg-type]
+    return engine.calls
+
+
+def changed_file(folder: Path) -> Any:
+    if dist.get_rank() == 0:
+        os.utime(folder / "00000.tar", (1, 1))
+    dist.barrier()
+    return MODEL
+
+
+def counts_after_changes(folder: Path) -> list[int]:
+    first = [encoded_batches(folder), encoded_batches(folder)]
+    models: list[Callable[[], Any]] = [
+        lambda: MODEL.replace(text_cfg={"layers": 3}),
+        lambda: MODEL.replace(quick_gelu=True),
+        lambda: MODEL.replace(vision_cfg={"head_width": 16}),
+        lambda: changed_file(folder),
+    ]
+    return first + [encoded_batches(folder, model()) for model in models]
+
+
+def test_a_cache_is_used_only_for_the_same_tower_and_images(tmp_path: Path) -> None:
+    """All towers have the same weights; only the text tower may be another. An image is changed in place."""
+    write_shards(tmp_path, [5, SAMPLES - 5])
+    assert run_ranks(counts_after_changes, 2, tmp_path) == [[2, 0, 0, 2, 2, 2]] * 2
+
+
+def error_of_disk(folder: Path, name: str) -> str:
+    """Return the error if the file of rank 1 is `name`."""
+    path = CachedFeatures.path
+    CachedFeatures.path = lambda self, rank: Path(name) if rank else path(self, rank)  # type: ignore[method-assign]
+    try:
+        encoded_batches(folder)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("/dev/full", "No space left on device"), ("/nowhere/file", "No such file")]
+)
+def test_a_disk_error_of_one_rank_is_one_error_on_all(name: str, reason: str, tmp_path: Path) -> None:
+    write_shards(tmp_path, [SAMPLES])
+    first, second = run_ranks(error_of_disk, 2, tmp_path, name, time_limit_s=60)
+    assert first == second and reason in first and "free space there, or use another folder" in first
+    assert not list(tmp_path.glob("cache/*/cache.json"))
