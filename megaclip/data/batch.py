@@ -29,14 +29,13 @@ class BadSample(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyShare:
-    """Captions that a sample has under one of several keys of --caption-key."""
+class WeightedKey:
+    """One key of --caption-key."""
 
-    key: str
-    weight: float | None
-    """Weight of the key; None: the keys are taken in turn."""
-    count: int
-    """Number of captions."""
+    name: str = ""
+    """Column, or extensions and fields. Empty: the usual names."""
+    weight: float | None = None
+    """Weight among the keys that a sample has. None: the keys are taken in turn."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +44,8 @@ class Captions:
 
     texts: tuple[str, ...]
     """All captions, key by key in the order of --caption-key."""
-    shares: tuple[KeyShare, ...] = ()
-    """The keys that the sample has, if --caption-key gives several; else empty."""
+    shares: tuple[tuple[WeightedKey, int], ...] = ()
+    """The keys that the sample has, each with its number of captions, if --caption-key gives several; else empty."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +63,8 @@ class RawSample:
     all of them."""
     id_cell: str | None = None
     """Content of the column that --id-key names, as text; None without such a column."""
-    shares: tuple[KeyShare, ...] = ()
-    """Keys of the captions, if --caption-key gives several keys; else empty."""
+    shares: tuple[tuple[WeightedKey, int], ...] = ()
+    """As in `Captions`."""
 
     @property
     def lines(self) -> list[str]:
@@ -85,15 +84,15 @@ class RawSample:
         """
         texts, turn = self.alternatives or (self.caption,), epoch + sample_id
         if len(self.shares) > 1:
-            weights = [share.weight for share in self.shares if share.weight is not None]
+            weights = [key.weight for key, _ in self.shares if key.weight is not None]
             if weights:
                 drawn = digest(f"{seed} {epoch} {sample_id}".encode()) % 2**53 / 2**53  # in [0, 1)
                 ends = list(itertools.accumulate(weight / max(weights) for weight in weights))
                 number = bisect.bisect_right(ends[:-1], drawn * ends[-1])
             else:
                 turn, number = divmod(turn, len(self.shares))
-            first = sum(share.count for share in self.shares[:number])
-            texts = texts[first : first + self.shares[number].count]
+            first = sum(count for _, count in self.shares[:number])
+            texts = texts[first : first + self.shares[number][1]]
         return texts[turn % len(texts)]
 
     @classmethod

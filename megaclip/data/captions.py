@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from megaclip.data.batch import BadSample, Captions, KeyShare
+from megaclip.data.batch import BadSample, Captions, WeightedKey
 from megaclip.errors import DataError, shortened
 
 TEXT_EXTENSIONS = ("txt", "caption", "text")
@@ -31,16 +31,6 @@ _ABSENT = ("missing caption", "empty caption")
 """Kinds of bad samples that mean, with several keys, that the sample does not have a key."""
 _WEIGHTED = re.compile(r"(.+?):\s*([+-]?(?:[0-9.][0-9.eE+-]*|nan|inf(?:inity)?))\s*(?:,|$)", re.IGNORECASE)
 """A key and its weight. A key ends only before a weight, so it may contain colons and commas."""
-
-
-@dataclasses.dataclass(frozen=True)
-class WeightedKey:
-    """One key of --caption-key."""
-
-    name: str = ""
-    """Column, or extensions and fields. Empty: the usual names."""
-    weight: float | None = None
-    """Weight among the keys that a sample has. None: the keys are taken in turn."""
 
 
 def weighted_keys(value: str | None) -> list[WeightedKey]:
@@ -79,7 +69,7 @@ def captions_of(keys: Sequence[WeightedKey], read: Callable[[int], tuple[str, ..
     """
     if len(keys) == 1:
         return Captions(read(0))
-    texts, shares, absent = list[str](), list[KeyShare](), BadSample("empty caption", SHOWS_NOTHING)
+    texts, shares, absent = list[str](), list[tuple[WeightedKey, int]](), BadSample("empty caption", SHOWS_NOTHING)
     for number, key in enumerate(keys):
         try:
             found = [text for text in read(number) if not is_blank(text)]
@@ -89,7 +79,7 @@ def captions_of(keys: Sequence[WeightedKey], read: Callable[[int], tuple[str, ..
             found, absent = [], bad
         if found:
             texts += found
-            shares.append(KeyShare(key.name, key.weight, len(found)))
+            shares.append((key, len(found)))
     if not texts:
         raise absent
     return Captions(tuple(texts), tuple(shares))
@@ -108,7 +98,7 @@ class CaptionKeys:
     """Names of fields of JSON files."""
     flag: str = "--caption-key"
     """Flag that selects other extensions, for messages. Empty: there is no such flag."""
-    key: WeightedKey = WeightedKey()
+    key: WeightedKey = dataclasses.field(default_factory=WeightedKey)
 
     @classmethod
     def parse(cls, weighted: WeightedKey) -> CaptionKeys:

@@ -84,7 +84,7 @@ class Look:
         for name, values in zip(self._values, measured, strict=True):
             self._values[name] += values
         self._captions.update(captions)
-        self._keys.update(share.key for share in raw.shares)
+        self._keys.update(key.name for key, _ in raw.shares)
         self._images.add(hash(raw.image))
         with contextlib.suppress(Exception):  # damaged EXIF data raises almost anything, and is ignored in training
             self._noted["exif_orientation_ignored"] += image.getexif().get(EXIF_ORIENTATION, 1) != 1

@@ -14,13 +14,13 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from megaclip.data.batch import BadSample, RawSample
-from megaclip.data.captions import CaptionKeys, WeightedKey
+from megaclip.data.batch import BadSample, RawSample, WeightedKey
+from megaclip.data.captions import CaptionKeys
 from megaclip.data.image_folder import reason_to_leave_out, walk_folder
 from megaclip.data.remote import RemoteFile, copied, find_files, is_remote, user_cache
 from megaclip.data.source import UNREADABLE, Account, read_file
@@ -222,8 +222,17 @@ def _copied_texts(url: str) -> tuple[Path, list[RemoteFile]]:
 
 def has_train_split(folder: Path) -> bool:
     """Return whether a labelled dataset has a folder train beside that of its test split."""
-    names = {entry.name.lower() for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."}
-    return "train" in names and names <= _SPLITS
+    return "train" in _splits(folder)
+
+
+def _splits(folder: Path) -> set[str]:
+    """Return the names of the folders in a folder if all of them are splits, else none."""
+    names = {entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."}
+    return names if _are_splits(names) else set()
+
+
+def _are_splits(names: Iterable[str]) -> bool:
+    return {name.lower() for name in names} <= _SPLITS
 
 
 def split_shards(folder: Path, split: str | None = None) -> list[Path]:
@@ -262,9 +271,9 @@ def _open_folder(
     if facts is not None:
         raise DataError(f"zero-shot data {folder}: this task requires tar shards with .npy files")
     place = folder
-    if split is not None and {entry.name.lower() for entry in folder.iterdir() if entry.is_dir()} <= _SPLITS:
-        names_of_split = ("test", "val", "validation") if split == "test" else (split,)
-        place = next((folder / name for name in names_of_split if (folder / name).is_dir()), folder)
+    if split is not None:
+        names_of_split, found = ("test", "val", "validation") if split == "test" else (split,), _splits(folder)
+        place = next((folder / name for name in names_of_split if name in found), folder)
     names, images = list(filter(None, names)), _ImageFolder(place)
     if problem := _reason_to_refuse(place, images, names):
         raise DataError(f"zero-shot data {place}: {problem}")
@@ -299,7 +308,7 @@ def _names_of_labels(folder: Path, names: list[str]) -> list[str]:
 def _reason_to_refuse(folder: Path, images: _ImageFolder, names: list[str]) -> str:
     """Return the reason why folders of images cannot be classes with these names, or an empty string."""
     classes = images.classes
-    if not names and classes and {name.lower() for name in classes} <= _SPLITS:
+    if not names and classes and _are_splits(classes):
         return (
             f"the folders {_listed(classes)} are splits; expected one folder of images per class: give one split, such "
             f"as {folder / classes[-1]}"

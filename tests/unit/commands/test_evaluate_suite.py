@@ -187,6 +187,7 @@ def test_the_probe_uses_the_train_split(layout: str, tmp_path: Path, capsys: pyt
         if layout == "tars":
             write_classes(place, [{"png": content(row), "cls": str(row % 2).encode()} for row in rows])
             (place / "test").rename(place / split)
+        (place / ".hidden").mkdir(parents=True, exist_ok=True)
         for row in rows if layout == "folders" else ():
             (place / split / f"class {row % 2}").mkdir(parents=True, exist_ok=True)
             (place / split / f"class {row % 2}" / f"{row}.png").write_bytes(content(row))

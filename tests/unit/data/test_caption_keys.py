@@ -1,6 +1,5 @@
 """Several keys of --caption-key: parsing, draws by weight, keys that a sample lacks, and every kind of source."""
 
-import functools
 import json
 from collections import Counter
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from megaclip.data import ImageTransform, open_pairs
-from megaclip.data.batch import BadSample, Captions, KeyShare, RawSample
+from megaclip.data.batch import BadSample, Captions, RawSample, WeightedKey
 from megaclip.data.captions import weighted_keys
 from megaclip.data.reading import TrainReader
 from megaclip.data.sources import check_manifest
@@ -66,13 +65,13 @@ def test_every_source_has_the_captions_of_all_keys(tmp_path, make):
     """A key that a sample lacks, or whose captions are blank, is left out; a sample without any key is bad."""
     spec = [str(make(tmp_path))]
     dataset = open_pairs(spec, caption_key="short:3, long:1")
-    short, long = (functools.partial(KeyShare, *pair) for pair in (("short", 3.0), ("long", 1.0)))
+    short, long = WeightedKey("short", 3.0), WeightedKey("long", 1.0)
     expected = [
-        (("s 0", "l 0", "l 10"), (short(1), long(2))),
-        (("s 1",), (short(1),)),
-        (("l 2",), (long(1),)),
+        (("s 0", "l 0", "l 10"), ((short, 1), (long, 2))),
+        (("s 1",), ((short, 1),)),
+        (("l 2",), ((long, 1),)),
         None,
-        (("s 4",), (short(1),)),
+        (("s 4",), ((short, 1),)),
     ]
     for row, captions in enumerate(expected):
         if captions is None:
@@ -137,12 +136,12 @@ def test_incomplete_keys_are_refused(value):
 
 def test_keys_are_drawn_by_weight_among_those_that_the_sample_has():
     """With weights 5, 3 and 2, a sample without the second key has the others with 5/7 and 2/7 (four deviations)."""
-    keys = [KeyShare("a", 5e300, 1), KeyShare("b", 3e300, 2), KeyShare("c", 2e300, 1)]
+    keys = [(WeightedKey("a", 5e300), 1), (WeightedKey("b", 3e300), 2), (WeightedKey("c", 2e300), 1)]
     for shares, weights in (
         (keys, {"a": 0.5, "b 0": 0.15, "b 1": 0.15, "c": 0.2}),
         (keys[::2], {"a": 5 / 7, "c": 2 / 7}),
     ):
-        texts = [text for text in ("a", "b 0", "b 1", "c") if text[0] in [share.key for share in shares]]
+        texts = [text for text in ("a", "b 0", "b 1", "c") if text[0] in [key.name for key, _ in shares]]
         raw = RawSample.of(b"", Captions(tuple(texts), tuple(shares)), "")
         drawn = Counter(raw.caption_of(7, epoch, number) for epoch in range(4) for number in range(5000))
         for text, weight in weights.items():
@@ -153,7 +152,8 @@ def test_keys_are_drawn_by_weight_among_those_that_the_sample_has():
 
 def test_keys_without_weights_are_taken_in_turn():
     """In six epochs every caption of two keys with one and three captions comes 3 and 1 times."""
-    raw = RawSample.of(b"", Captions(("a", "b 0", "b 1", "b 2"), (KeyShare("a", None, 1), KeyShare("b", None, 3))), "")
+    shares = ((WeightedKey("a"), 1), (WeightedKey("b"), 3))
+    raw = RawSample.of(b"", Captions(("a", "b 0", "b 1", "b 2"), shares), "")
     assert Counter(raw.caption_of(0, epoch, 11) for epoch in range(6)) == {"a": 3, "b 0": 1, "b 1": 1, "b 2": 1}
 
 
