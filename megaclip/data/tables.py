@@ -158,13 +158,18 @@ class Table:
         """Return the file of a row, or the name of a table without files."""
         return self._files[int(np.searchsorted(self._ends, row, side="right"))] if self._files else self._name
 
+    def _key(self, row: int) -> str:
+        """Return a name of a row for messages. Rows are counted from 1 in each file, without the header of a table."""
+        before = [0, *self._ends][int(np.searchsorted(self._ends, row, side="right"))] if self._files else 0
+        return f"{Path(self.shard_name(row)).name} row {row - before + 1}"
+
     def _folder(self, row: int) -> str | None:
         """Return the folder to which the image path of a row is relative, or None for the working directory."""
         return self._image_root or (os.path.dirname(self.shard_name(row)) if self._files else None)
 
     def read(self, row: int) -> RawSample:
         """Return the undecoded sample. Raises BadSample."""
-        key = f"{Path(self._name).name}[{row}]"
+        key = self._key(row)
         record = _record(self._rows, row, key)
         captions = self._captions_in(record, key)
         cell = record[self._image]
@@ -181,7 +186,8 @@ class Table:
 
     def captions(self, row: int) -> Captions:
         """Return only the captions of a sample. Raises BadSample."""
-        return self._captions_in(_record(self._only_captions, row, str(row)), str(row))
+        key = self._key(row)
+        return self._captions_in(_record(self._only_captions, row, key), key)
 
     def _captions_in(self, record: dict[str, Any], key: str) -> Captions:
         return captions_of(self._keys, lambda number: self._texts(record, self._captions[number], key))
@@ -208,7 +214,7 @@ class Table:
             return value
         if not isinstance(value, str) or not value:
             raise BadSample("missing image", key)
-        where = f" in {folder} or in the working directory" if folder else ""
+        where = f" in {folder} or in the working directory; --image-root names another folder" if folder else ""
         if self._image_root:
             where = "; --image-root is its folder"
         return read_file(self._path(value, folder), "image", key, where)

@@ -38,7 +38,7 @@ from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.index import open_index, reading
 from megaclip.data.remote import THREADS, RemoteFile
 from megaclip.data.shard_cache import RemoteShards
-from megaclip.data.source import UNREADABLE, Account, check_size, counted
+from megaclip.data.source import DOTTED, UNREADABLE, Account, check_size, counted
 from megaclip.data.tar_walk import MISSING, ShardContents, entry_type, walk_shard
 from megaclip.errors import DataError
 from megaclip.logging import get_logger
@@ -225,7 +225,8 @@ class TarShards:
             record = self._json(number, *self.shards[number]["others"][JSON])
             fields = text_fields(record)
             return f"; their .json members have {fields}: set --caption-key to one of them, as in json.caption"
-        return f"; they have .{', .'.join(sorted(found))} members: set --{what}-key to one of them"
+        dots = f"; {DOTTED}" if any("." in extension for extension in found) else ""
+        return f"; they have .{', .'.join(sorted(found))} members: set --{what}-key to one of them{dots}"
 
     def _check_fields(self, number: int, keys: CaptionKeys) -> None:
         """Raise DataError, which lists the existing fields, if some JSON members have none of a key's fields."""

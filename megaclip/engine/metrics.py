@@ -237,7 +237,7 @@ class Metrics:
         if self._curves is None:
             return
         if more:
-            logger.warning("bad samples replaced until step %d: %s", step, _listed(counts))
+            logger.warning("bad samples until step %d, bad substitutes included: %s", step, _listed(counts))
         self._curves.write(step, {"train/bad_samples": sum(counts.values())})
         self._curves.flush()  # a checkpoint was just written, and a run that resumes from it needs the curves up to it
 

@@ -157,7 +157,8 @@ def test_export_command_writes_a_directory_that_open_clip_verifies(root, outcome
     words = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert_close(float(words["export_max_abs_diff"]), 0.0, EXPORT, size=1)  # features have length 1
     assert words["export_captions_differing"] == "0 of 6"
-    assert sorted(os.listdir(tmp_path / "out")) == [MANIFEST, "open_clip_config.json", "open_clip_model.safetensors"]
+    files = ["README.md", MANIFEST, "open_clip_config.json", "open_clip_model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "out")) == files
 
 
 def test_an_incomplete_checkpoint_is_refused_in_one_line(root, outcomes, tmp_path):

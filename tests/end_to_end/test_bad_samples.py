@@ -74,6 +74,6 @@ def test_bad_samples_are_counted_over_all_ranks(runs: Runs, place: str) -> None:
 def test_the_log_lists_bad_samples_and_names_the_first_of_each_kind(runs: Runs, place: str) -> None:
     first, second = runs.ends[place]
     listed = ", ".join(f"{count} {kind}" for kind, count in EXPECTED.items())
-    assert f"bad samples replaced until step 2: {listed}" in first.output
+    assert f"bad samples until step 2, bad substitutes included: {listed}" in first.output
     assert f"bad samples left out of the evaluation: {listed}" in first.output
     assert "undecodable image: spoilt.tar/" in second.output

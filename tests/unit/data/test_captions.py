@@ -79,6 +79,9 @@ def test_shards_without_captions_or_images_name_the_members_that_they_have(tmp_p
         open_pairs([str(path)])
     with pytest.raises(DataError, match=r"has a caption .*they have \.txt, \.words members: set --caption-key to one"):
         open_pairs([str(path)], image_key="foo", caption_key="title")
+    path = write_tar(tmp_path / "dotted.tar", [("0.jpg", b"raw"), ("1.1.jpg", b"raw"), ("1.1.json", b"{}")])
+    with pytest.raises(DataError, match=r"\.1\.json members: set --caption-key to one of them; a dot before the ext"):
+        open_pairs([str(path)])
 
 
 JSON_CAPTIONS = {

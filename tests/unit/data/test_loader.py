@@ -386,7 +386,7 @@ def test_the_log_names_table_row_and_file_of_a_bad_sample(tmp_path, monkeypatch)
     table = open_pairs([str(tmp_path / "t.csv")])
     list(EvaluationLoader(table, ImageTransform(8), CountingTokenizer(), batch_size=4))
     (line,) = logged
-    assert line.startswith("undecodable image: t.csv[2] (2.png): not a file of JPEG") and "0x" not in line
+    assert line.startswith("undecodable image: t.csv row 3 (2.png): not a file of JPEG") and "0x" not in line
 
 
 def test_too_many_bad_samples_are_an_error_that_names_the_shard(tmp_path):
@@ -569,7 +569,7 @@ def test_equal_images_in_a_micro_batch_are_reported_once(tmp_path, caplog, per_i
     loader = loader_of(open_pairs([str(shard)], id_key=id_key), max_bad_fraction=1.0)
     for _ in range(3):
         next(loader)
-    assert caplog.text.count("is a negative of its own caption") == reports
+    assert caplog.text.count("negatives of each other's captions") == reports
 
 
 def test_held_out_samples_are_those_of_whole_images(tmp_path):

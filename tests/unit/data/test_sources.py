@@ -261,6 +261,9 @@ def test_the_folder_of_the_images_of_a_table(tmp_path):
     (tmp_path / "pictures" / "0.png").unlink()
     with pytest.raises(BadSample, match=r"missing image: .*0\.png' is not a file; --image-root"):
         dataset.read(0)
+    (tmp_path / "0.png").unlink()
+    with pytest.raises(BadSample, match=r"pairs.csv row 1: '0.png' is.*; --image-root names another folder"):
+        open_pairs([str(tmp_path / "pairs.csv")]).read(0)
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
@@ -384,10 +387,10 @@ def test_a_csv_may_have_words_after_thousands_of_numbers(tmp_path):
     [
         # not the text "b'gr\\xc3\\xbcn'"
         (["grün".encode(), b"gr\xfcn"],
-         ["grün", "caption is not UTF-8: 1: byte 0xfc at position 2; convert it to UTF-8"]),
-        ([1.5, float("nan")], ["1.5", "missing caption: 1"]),  # not the text "nan"
+         ["grün", "caption is not UTF-8: pairs.parquet row 2: byte 0xfc at position 2; convert it to UTF-8"]),
+        ([1.5, float("nan")], ["1.5", "missing caption: pairs.parquet row 2"]),  # not the text "nan"
         # COCO on the Hugging Face hub has a list of dictionaries
-        ([[{"raw": "a dog", "id": 1}]], ["missing caption: 0: expected text, got dict"]),
+        ([[{"raw": "a dog", "id": 1}]], ["missing caption: pairs.parquet row 1: expected text, got dict"]),
     ],
 )  # fmt: skip
 def test_cells_that_are_no_text(tmp_path, cells, expected):
