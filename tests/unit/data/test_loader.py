@@ -569,7 +569,7 @@ def test_equal_images_in_a_micro_batch_are_reported_once(tmp_path, caplog, per_i
     loader = loader_of(open_pairs([str(shard)], id_key=id_key), max_bad_fraction=1.0)
     for _ in range(3):
         next(loader)
-    assert caplog.text.count("negatives of each other's captions") == reports
+    assert caplog.text.count("is a negative of the others' captions") == reports
 
 
 def test_held_out_samples_are_those_of_whole_images(tmp_path):
