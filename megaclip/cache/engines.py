@@ -90,6 +90,12 @@ def modules_of(engine: Any) -> list[nn.Module]:
             )
         if isinstance(module, DeepSpeedEngine) and not module.managed_gradient_accumulation():
             raise ConfigError("managed_gradient_accumulation is False, and GradientCache manages it; leave it out")
+        if isinstance(module, DeepSpeedEngine) and (module.zenflow or module.super_offload()):
+            setting = "zenflow" if module.zenflow else "offload_optimizer.super_offload"
+            raise ConfigError(
+                f"zero_optimization.{setting} updates weights from the gradients of single backward passes, of which "
+                "GradientCache has one per chunk; leave it out"
+            )
     return modules
 
 

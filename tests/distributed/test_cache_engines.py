@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megaclip import ClipLoss, Encoded, GradientCache, SigLipLoss
 from megaclip.engine.process_group import quiet_deepspeed
+from megaclip.models.lora import import_peft
 from tests.distributed.checks import covering_rows
 from tests.distributed.harness import or_traceback, run_ranks
 from tests.tolerances import ENGINE, assert_close
@@ -39,10 +40,10 @@ SEED = 11
 CHUNKS = {"even": (2, 2, 2), "uneven": (1, 4, 2)}
 """Samples per chunk on each rank: 3 chunks each, or 6, 2 and 3."""
 ROLES = {"two": "ab", "tied": "aa", "frozen": "ab", "three": "abc", "adapters": "ab"}
-"""Module of each input of the loss. "adapters": low-rank terms of frozen layers are trained, as in LoRA."""
+"""Module of each input of the loss. "adapters": low-rank terms of frozen layers are trained, the oracle of peft's."""
 ENGINES = ("plain", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
 BOTH = (False, True)
-COLUMNS = (ENGINES, (1, 2, 3), tuple(ROLES), tuple(CHUNKS), BOTH, BOTH, (0, 1, "all"), BOTH, BOTH)
+COLUMNS = (ENGINES, (1, 2, 3), tuple(ROLES)[:4], tuple(CHUNKS), BOTH, BOTH, (0, 1, "all"), BOTH, BOTH)
 NEGATIVES = ([0, 0, 3], [], [5])
 """The row of each hard negative, on each rank."""
 
@@ -323,22 +324,42 @@ def ddp(**options: Any) -> tuple[Any, Model]:
     return DistributedDataParallel(model, **options), model
 
 
-def zero(stage: int, *, dtype: str = "fp32", power: int = 10, offload: str = "", **further: Any) -> tuple[Any, Model]:
+def zero(
+    stage: int, *, dtype: str = "fp32", power: int = 10, offload: str = "", settings: Any = None, **further: Any
+) -> tuple[Any, Model]:
+    """settings: of the section zero_optimization. The optimizer is SGD with them, unless it is offloaded."""
     model = Model(BASE)
-    section: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    section: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0, **(settings or {})}
     if offload:
         section[offload] = {"device": "cpu"}
+    adam = {"type": "AdamW", "params": {"lr": 0.0} if offload else {"lr": 0.0, "torch_adam": True}}
     config = {
         "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
         **further,
         "zero_optimization": section,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.0} if offload else {"lr": 0.0, "torch_adam": True}},
+        "optimizer": adam if offload or not settings else {"type": "SGD", "params": {"lr": 0.0}},
+        "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": dtype == "bf16"},
         "fp16": {"enabled": dtype == "fp16", "initial_scale_power": power},
     }
     with pytest.MonkeyPatch.context() as patch:  # DeepSpeed's steps in float16 run on CPUs, but it refuses them
         patch.setattr(type(get_accelerator()), "is_fp16_supported", lambda _: True)
         return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0], model
+
+
+def with_peft(engine: str) -> tuple[Any, Model]:
+    """Let peft add the adapters of the oracle to its frozen layers."""
+    row, peft = Row(engine, 2, "adapters", checkpoints=True), import_peft()
+    model, config = Model(row), peft.LoraConfig(r=2, lora_alpha=2, target_modules=["first"])
+    for encoder in model.encoders.values():
+        own, encoder.adapter = encoder.adapter, None
+        peft.inject_adapter_in_model(config, encoder)
+        added = encoder.first.lora_A.default, encoder.first.lora_B.default
+        for layer, values in zip(added, own, strict=True):
+            layer.load_state_dict(values.state_dict())
+    model.to(torch.float32 if engine.startswith("zero") else torch.float64)
+    return wrapped(row, model), model
 
 
 def each_encoder(wrap: Callable[[nn.Module], Any]) -> tuple[Any, Model]:
@@ -366,6 +387,51 @@ VARIANTS: dict[str, tuple[Callable[[], tuple[Any, Model]], str, float]] = {
     "ZeRO-2, offload": (lambda: zero(2, offload="offload_optimizer"), "engine", 1e-5),
     "ZeRO-3, offload, bf16": (lambda: zero(3, dtype="bf16", offload="offload_param"), "scale from the engine", 3e-2),
 }
+SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "small buckets, overlapped": (1, {"overlap_comm": True, "reduce_bucket_size": 10, "round_robin_gradients": True}),
+    "gradients apart": (1, {"contiguous_gradients": False, "reduce_scatter": False}),
+    "small buckets, round robin": (
+        2,
+        {"overlap_comm": True, "reduce_bucket_size": 10, "round_robin_gradients": True, "allgather_bucket_size": 10},
+    ),
+    "other collectives": (
+        2,
+        {
+            "contiguous_gradients": False,
+            "reduce_scatter": False,
+            "allgather_partitions": False,
+            "use_multi_rank_bucket_allreduce": False,
+        },
+    ),
+    "small buckets, nothing fetched early": (
+        3,
+        {
+            "overlap_comm": False,
+            "reduce_bucket_size": 10,
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_max_live_parameters": 0,
+        },
+    ),
+    "small groups, second partitions": (
+        3,
+        {"sub_group_size": 10, "zero_hpz_partition_size": 2, "contiguous_gradients": False, "reduce_scatter": False},
+    ),
+}
+"""Settings of zero_optimization at a stage. The updates are compared, because `safe_get_full_grad` fails on some ranks
+with round_robin_gradients, and leaves the others waiting."""
+VARIANTS |= {
+    f"ZeRO-{stage}, {name}": (
+        functools.partial(zero, stage, settings=settings),
+        "updates" if stage < 3 else "updates, scale from the engine",
+        1e-5,
+    )
+    for name, (stage, settings) in SETTINGS.items()
+}
+PEFT = {
+    f"peft, {engine}": (functools.partial(with_peft, engine), "scale from the engine", limit)
+    for engine, limit in (("ddp", 1e-9), ("fsdp", 1e-9), ("zero2", 1e-5), ("zero3", 1e-5))
+}
+VARIANTS |= PEFT
 REFUSED: dict[str, tuple[Callable[[], tuple[Any, Model]], str, str]] = {
     "static graph": (lambda: ddp(static_graph=True), "engine", "static_graph=True"),
     "methods of DeepSpeed's module": (lambda: zero(2), "module", "did not call the DeepSpeed engine"),
@@ -386,6 +452,11 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Model]], str, str]] = {
         "engine",
         "leave it out",
     ),
+    "ZenFlow": (
+        lambda: zero(2, offload="offload_optimizer", settings={"zenflow": {"update_interval": 1}}),
+        "engine",
+        "zenflow updates weights from the gradients of single",
+    ),
     "two steps of ZeRO-1 at once": (lambda: zero(1), "twice", "was called twice without engine.step"),
     "samples of one rank": (ddp, "broken", "bad sample|rank 1 could not divide its inputs"),
     "encoder of one rank": (lambda: zero(2), "full", "OutOfMemoryError: no memory"),
@@ -395,6 +466,11 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Model]], str, str]] = {
 
 def no_memory(_: Tensor) -> Tensor:
     raise torch.OutOfMemoryError("OutOfMemoryError: no memory")
+
+
+def whole_parameters(model: Model) -> dict[str, Tensor]:
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def vary(build: Callable[[], tuple[Any, Model]], calls: str, keep: int) -> dict[str, Tensor]:
@@ -412,7 +488,7 @@ def vary(build: Callable[[], tuple[Any, Model]], calls: str, keep: int) -> dict[
         return list(x.split(1 + dist.get_rank()))
 
     gradients: dict[str, Tensor] = {}
-    for _ in range(2):
+    for step in range(2):
         model.zero_grad()
         inputs = zip("ab", inputs_of(BASE, dist.get_rank(), dtype), strict=True)
         encoded = [Encoded(functools.partial(called, name), x, split=split) for name, x in inputs]
@@ -422,17 +498,24 @@ def vary(build: Callable[[], tuple[Any, Model]], calls: str, keep: int) -> dict[
             encoded += encoded[1:]
         if calls == "loss":
             cache.step(*encoded)
-        elif calls == "scale from the engine":
+        elif "scale from the engine" in calls:
             cache.step(*encoded, logit_scale=Encoded(functools.partial(engine, "scale")))
         else:
             cache.step(*encoded, logit_scale=model.log_scale.exp())
-        if isinstance(engine, deepspeed.DeepSpeedEngine):
+        if "updates" in calls:
+            for group in engine.optimizer.param_groups:
+                group["lr"] = float(step)
+            before = whole_parameters(model)
+            engine.step()
+            gradients = {name: before[name] - after for name, after in whole_parameters(model).items()}
+        elif isinstance(engine, deepspeed.DeepSpeedEngine):
             scale = engine.optimizer.loss_scale if engine.fp16_enabled() else 1.0
-            gradients = {name: safe_get_full_grad(p) / scale for name, p in model.named_parameters()}
+            trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            gradients = {name: safe_get_full_grad(p) / scale for name, p in trained.items()}
             if calls != "twice":
                 engine.step()
         else:
-            whole = ((name, p.grad) for name, p in model.named_parameters())
+            whole = ((name, p.grad) for name, p in model.named_parameters() if p.requires_grad)
             gradients = {name: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for name, g in whole}
     return gradients
 
@@ -489,10 +572,14 @@ def variants() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_of_engines_have_the_gradients_of_one_process(name: str) -> None:
-    _, expected = oracle(BASE)
+    _, expected = oracle(Row("", 2, "adapters") if name in PEFT else BASE)
+    if name in PEFT:
+        theirs = {"adapter.0": "first.lora_A.default", "adapter.1": "first.lora_B.default"}
+        expected = {re.sub(r"adapter\.\d", lambda match: theirs[match[0]], n): g for n, g in expected.items()}
     for by_name in variants():
         got = by_name[name]
         assert not isinstance(got, str), got
+        assert got.keys() == expected.keys()
         assert max(float((got[n].double() - g).abs().max()) for n, g in expected.items()) < VARIANTS[name][2]
 
 
