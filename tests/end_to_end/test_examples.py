@@ -30,6 +30,33 @@ MODEL = {
     "text_cfg": {"context_length": 32, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
 }
 PIXELS = {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25], "interpolation": "bicubic", "resize_mode": "shortest"}
+COUNTED = """
+import atexit
+import os
+from pathlib import Path
+
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+construct = DistributedDataParallel.__init__
+
+
+def constructed(self, *arguments, **named):
+    construct(self, *arguments, **named)
+    reduced = []
+
+    def reduce(group, bucket):
+        reduced.append(bucket.buffer().numel())
+        return allreduce_hook(group, bucket)
+
+    self.register_comm_hook(None, reduce)
+    size = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+    atexit.register(lambda: Path("reduced-" + os.environ["RANK"]).write_text(str(sum(reduced) / size)))
+
+
+DistributedDataParallel.__init__ = constructed
+"""
+"""Lets DDP count in whichever trainer how often it reduces a parameter's gradient, and write it to a file."""
 pytestmark = pytest.mark.long
 
 
@@ -87,10 +114,15 @@ def test_another_trainer_trains_on_the_whole_batch(tmp_path, expected, script, r
     folder = tmp_path / "example"
     shutil.copytree((EXAMPLES / script).parent, folder)
     start_with_torchvision(folder)
+    with (folder / "sitecustomize.py").open("a") as start:
+        start.write(COUNTED if ranks > 1 else "")
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     output = run([sys.executable, *launcher, Path(script).name], folder, **alone)
     assert_close([float(loss) for loss in re.findall(r"\bloss (\d\.\d{6})\b", output)], expected, RUN["loss"])
+    if ranks > 1 and "deepspeed" not in script:
+        reductions = [float(path.read_text()) for path in folder.glob("reduced-*")]
+        assert reductions == [len(expected)] * ranks
 
 
 @pytest.mark.parametrize("columns", [2, 4])
