@@ -1,5 +1,6 @@
 """Writing and finding cached image features on two ranks, with a stand-in for the engine."""
 
+import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -81,9 +82,17 @@ def test_a_cache_is_used_only_for_the_same_tower_and_images(tmp_path: Path) -> N
 
 
 def error_of_disk(folder: Path, name: str) -> str:
-    """Return the error if the file of rank 1 is `name`."""
+    """Return the error if the file of rank 1 is `name`, or if a file of this name is locked."""
     path = CachedFeatures.path
     CachedFeatures.path = lambda self, rank: Path(name) if rank else path(self, rank)  # type: ignore[method-assign]
+    if name == "lock":
+        CachedFeatures.path = path  # type: ignore[method-assign]
+        encoded_batches(folder)
+        (cache,) = folder.glob("cache/*")
+        (cache / "cache.json").unlink(missing_ok=True)
+        dist.barrier()
+        lock = (cache / name).open()
+        fcntl.flock(lock, fcntl.LOCK_SH)  # by both ranks, as by another run
     try:
         encoded_batches(folder)
     except ConfigError as error:
@@ -92,10 +101,15 @@ def error_of_disk(folder: Path, name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("/dev/full", "No space left on device"), ("/nowhere/file", "No such file")]
+    ("name", "reason"),
+    [
+        ("/dev/full", "No space left on device; free space there, or use another folder"),
+        ("/nowhere/file", "No such file"),
+        ("lock", "another run is writing"),
+    ],
 )
 def test_a_disk_error_of_one_rank_is_one_error_on_all(name: str, reason: str, tmp_path: Path) -> None:
     write_shards(tmp_path, [SAMPLES])
     first, second = run_ranks(error_of_disk, 2, tmp_path, name, time_limit_s=60)
-    assert first == second and reason in first and "free space there, or use another folder" in first
+    assert first == second and reason in first
     assert not list(tmp_path.glob("cache/*/cache.json"))
