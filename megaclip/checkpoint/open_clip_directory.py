@@ -27,7 +27,7 @@ from megaclip.checkpoint.output import writing
 from megaclip.checkpoint.saved_states import consolidated_weights
 from megaclip.checkpoint.search import LOCKED_WEIGHTS, MODEL_CARD, STATE, locate, refuse_run, require_whole
 from megaclip.checkpoint.transformers_directory import readme, transformers_content, write_transformers
-from megaclip.checkpoint.weight_files import INDEX
+from megaclip.checkpoint.weight_files import INDEX, WEIGHTS_NAMES
 from megaclip.errors import CheckpointError, ConfigError
 from megaclip.files import write_atomically
 from megaclip.models import ModelDescription, load_model_config, meta_model
@@ -178,6 +178,8 @@ def _write(
     """Write a directory.
 
     weights: written to open_clip's file, unless None. write_others: writes the files `names`, and returns others.
+
+    Raise CheckpointError, and write no manifest, if files of another model are left, which no manifest lists.
     """
     with writing(out_dir, CheckpointError):
         make_folders(out_dir)
@@ -186,6 +188,12 @@ def _write(
         written = [*names, *write_others()]
         if weights is not None:
             written.append(write_weights(out_dir, weights, config).name)
+        others = [name for name in (CARD_NAME, CONFIG_NAME, *WEIGHTS_NAMES) if name not in written]
+        if left := [name for name in others if (out_dir / name).exists()]:
+            raise CheckpointError(
+                f"{out_dir} also has {', '.join(left)} of another model, which could be read instead of the files just "
+                "written; delete them and repeat the command, or choose an empty directory"
+            )
         manifest.write(out_dir, sync_files(out_dir, written))
 
 

@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 
 WEIGHTS_NAME = "open_clip_model.safetensors"
 
-_WEIGHTS_NAMES = (
+WEIGHTS_NAMES = (
     WEIGHTS_NAME,
     "open_clip_pytorch_model.safetensors",
     "open_clip_pytorch_model.bin",
@@ -105,7 +105,7 @@ def read_tensors(path_or_dir: str | Path, *, quick_gelu: bool = True) -> StateDi
 
 def holds_weights(directory: Path) -> bool:
     """Return whether the directory has a file that `read_tensors` would read."""
-    return any((directory / name).is_file() for name in _WEIGHTS_NAMES)
+    return any((directory / name).is_file() for name in WEIGHTS_NAMES)
 
 
 def _weights_file(path: Path) -> Path:
@@ -114,7 +114,7 @@ def _weights_file(path: Path) -> Path:
         return path
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist; expected a weights file or a directory with {WEIGHTS_NAME}")
-    for name in _WEIGHTS_NAMES:
+    for name in WEIGHTS_NAMES:
         if (path / name).is_file():
             return path / name
     refuse_run(path)

@@ -162,6 +162,20 @@ def test_the_way_in_and_out_changes_no_name_and_no_bit(name, tmp_path, monkeypat
     ).read_bytes()
 
 
+@pytest.mark.parametrize("left", ["model.safetensors", "open_clip_config.json"])
+def test_files_of_another_model_are_not_left_to_be_read_instead(left, clip_directory, tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers_directory, "MAX_PART", 60_000)  # no model.safetensors replaces the other
+    import_weights(clip_directory, tmp_path / "imported", None)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / left).write_bytes(b"{}")
+    with pytest.raises(MegaclipError, match=f"also has {left} of another model"):
+        export_checkpoint(tmp_path / "imported", out, None, overwrite=True, formats=("transformers",))
+    assert not (out / MANIFEST).exists()
+    (out / left).unlink()
+    export_checkpoint(tmp_path / "imported", out, None, overwrite=True, formats=("transformers",))
+
+
 def test_weights_of_old_programs_in_bfloat16_with_buffers_are_read(tmp_path):
     """torch.save instead of safetensors, wrapped names, and the ids of positions, which are buffers."""
     saved("CLIP", tmp_path / "saved")
