@@ -59,7 +59,7 @@ class PlainPasses:
     def resume_graph(self, state: Any) -> None: ...
 
     def backward(self, surrogate: Tensor, *, is_last: bool) -> None:
-        surrogate.backward()  # type: ignore[no-untyped-call]
+        surrogate.backward()
 
     def add_gradients(self) -> None: ...
 

@@ -175,7 +175,7 @@ class GradientCache:
         scaled = loss if scale == 1 else loss * scale
         hooks = [p.register_hook(lambda gradient: gradient / scale) for p in self._loss_parameters() if scale != 1]
         # Not autograd.grad: the loss may have parameters.
-        (scaled if self._scaler is None else self._scaler.scale(scaled)).backward()  # type: ignore[no-untyped-call]
+        (scaled if self._scaler is None else self._scaler.scale(scaled)).backward()
         for hook in hooks:
             hook.remove()
         gradients = {key: torch.zeros_like(x) if x.grad is None else x.grad for key, x in leaves.items()}

@@ -18,7 +18,7 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, description: str | None) -> None:
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
-    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+    def parse_known_args(self, args=None, namespace=None):
         words, known = sys.argv[1:] if args is None else args, set(self._option_string_actions)
         for word in takewhile(lambda word: word != "--", words):
             flag = word.partition("=")[0]

@@ -64,10 +64,10 @@ def fit(
         optimizer.zero_grad()
         penalty = weights[:, :-1].square().sum() / (2 * strength * len(features))
         value = cross_entropy(_logits(features, weights), labels) + penalty
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         return value
 
-    optimizer.step(loss)  # type: ignore[arg-type]
+    optimizer.step(loss)
     return weights.detach()
 
 

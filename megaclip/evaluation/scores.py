@@ -126,6 +126,7 @@ def _encode_batch(encode: Encode, batch: Any) -> tuple[torch.Tensor, torch.Tenso
         place = torch.arange(start, start + size)
         tokens = batch.tokens[place.where(place < count, 0)]
         features.append(encode(images=None if start else batch.images, tokens=tokens))
+    # `encode` may return None, but only for what it was not given.
     return features[0][0], torch.cat([texts for _, texts in features])[:count]  # type: ignore[return-value, misc]
 
 

@@ -120,6 +120,7 @@ def make_way(
             machine=machine,
             hides_exchanges=isinstance(ranks, NodeGroup) or features.device.type == "cpu",
         )
+        # The names of a choice are among those of the settings, which only their types tell apart.
         exchange, reduction = choice.exchange, choice.reduction  # type: ignore[assignment]
         if ranks.size > 1:
             log_once(_logger.info, choice.described(machine))

@@ -91,7 +91,7 @@ def to_open_clip(state_dict: StateDict, config: ModelDescription) -> StateDict:
             value = value.reshape(scalar_shape)
         if isinstance(vision, TimmVisionConfig):
             value = value[None] if name == "visual.positional_embedding" else value
-            name = _to_timm(name, vision)
+            name = to_timm(name, vision)
         result[name if has_prefix else name.removeprefix("text.")] = value
     return result
 
@@ -106,7 +106,7 @@ def from_open_clip(state_dict: StateDict, config: ModelDescription) -> StateDict
             name = f"text.{name}"
         if isinstance(vision, TimmVisionConfig):
             value = value[0] if name == "visual.trunk.pos_embed" and value.ndim == 3 and len(value) == 1 else value
-            name = _from_timm(name, vision)
+            name = from_timm(name, vision)
         match = None if isinstance(config, OpenClipConfig) else _FUSED.fullmatch(name)
         stack = () if match is None else _stacked(match[1], match[2], config)
         if match is not None and stack and value.ndim > 0 and len(value) % len(stack) == 0:
@@ -126,20 +126,24 @@ def _stacked(stem: str, kind: str, config: ModelDescription) -> tuple[str, ...]:
     return () if blocks.gated or (kind == "bias" and not blocks.key_bias) else _PROJECTIONS
 
 
-def _to_timm(name: str, vision: TimmVisionConfig) -> str:
-    """Return the name in timm, under `visual.trunk.`, of a parameter of the image tower; other names unchanged."""
+def to_timm(name: str, vision: TimmVisionConfig | None = None) -> str:
+    """Return the name in timm, under `visual.trunk.`, of a parameter of the image tower; other names unchanged.
+
+    vision: default: a tower whose blocks are those of timm's VisionTransformer.
+    """
     return _renamed(name, "visual.", _TIMM_TOWER, _timm_parts(vision))
 
 
-def _from_timm(name: str, vision: TimmVisionConfig) -> str:
+def from_timm(name: str, vision: TimmVisionConfig | None = None) -> str:
+    """Return the name of which `to_timm` makes `name`; other names unchanged."""
     tower, parts = ({timm: own for own, timm in names.items()} for names in (_TIMM_TOWER, _timm_parts(vision)))
     return _renamed(name, "visual.trunk.", tower, parts)
 
 
-def _timm_parts(vision: TimmVisionConfig) -> dict[str, str]:
-    if vision.gated:
+def _timm_parts(vision: TimmVisionConfig | None) -> dict[str, str]:
+    if vision is not None and vision.gated:
         return _GATED_PARTS
-    return _TIMM_PARTS if vision.key_bias else _TIMM_PARTS | _BIASES_OF_EVA
+    return _TIMM_PARTS if vision is None or vision.key_bias else _TIMM_PARTS | _BIASES_OF_EVA
 
 
 def _renamed(name: str, prefix: str, beginnings: dict[str, str], parts: dict[str, str]) -> str:

@@ -21,11 +21,11 @@ import re
 import torch
 
 from megaclip.errors import CheckpointError
-from megaclip.models.open_clip_keys import SCALARS, TEXT_ROOTS, StateDict
+from megaclip.models.open_clip_keys import SCALARS, TEXT_ROOTS, StateDict, from_timm, to_timm
 
 # Beginnings of names: MegaCLIP's, which are open_clip's with the text tower under `text.`, and transformers'.
 # "." is added to every name before it is compared. Longer beginnings come before shorter ones.
-_CLIP_IMAGE = {
+_IMAGE = {
     "visual.class_embedding.": "vision_model.embeddings.class_embedding.",
     "visual.positional_embedding.": "vision_model.embeddings.position_embedding.weight.",
     "visual.conv1.": "vision_model.embeddings.patch_embedding.",
@@ -33,20 +33,8 @@ _CLIP_IMAGE = {
     "visual.transformer.resblocks.": "vision_model.encoder.layers.",
     "visual.ln_post.": "vision_model.post_layernorm.",
     "visual.proj.": "visual_projection.weight.",
-}
-_SIGLIP_IMAGE = {
-    "visual.trunk.pos_embed.": "vision_model.embeddings.position_embedding.weight.",
-    "visual.trunk.patch_embed.proj.": "vision_model.embeddings.patch_embedding.",
-    "visual.trunk.blocks.": "vision_model.encoder.layers.",
-    "visual.trunk.norm.": "vision_model.post_layernorm.",
-    "visual.trunk.attn_pool.latent.": "vision_model.head.probe.",
-    "visual.trunk.attn_pool.in_proj_": "vision_model.head.attention.in_proj_",
-    "visual.trunk.attn_pool.proj.": "vision_model.head.attention.out_proj.",
-    "visual.trunk.attn_pool.norm.": "vision_model.head.layernorm.",
-    "visual.trunk.attn_pool.mlp.": "vision_model.head.mlp.",
-}
-_OWN_POOLING = {  # of MegaCLIP's own towers; q, k and v have no names in transformers, which stacks them
     "visual.attn_pool.latent.": "vision_model.head.probe.",
+    "visual.attn_pool.attn.in_proj_": "vision_model.head.attention.in_proj_",
     "visual.attn_pool.attn.out_proj.": "vision_model.head.attention.out_proj.",
     "visual.attn_pool.ln_2.": "vision_model.head.layernorm.",
     "visual.attn_pool.mlp.c_fc.": "vision_model.head.mlp.fc1.",
@@ -69,19 +57,13 @@ _BLOCK = {
     "mlp.c_fc.": "mlp.fc1.",
     "mlp.c_proj.": "mlp.fc2.",
 }
-_TIMM_BLOCK = {
-    "norm1.": "layer_norm1.",
-    "norm2.": "layer_norm2.",
-    "attn.proj.": "self_attn.out_proj.",
-    "attn.": "self_attn.",
-    "mlp.": "mlp.",
-}
 _TRANSPOSED = ("visual.proj", "text.text_projection")
+_POSITIONS = "visual.positional_embedding"
 _PATCHES = "vision_model.embeddings.patch_embedding.weight"
 _QKV = ("q_proj", "k_proj", "v_proj")
-_STACKED = re.compile(r"(.*\.attn\.)(?:in_proj_|qkv\.)(weight|bias)")
+_STACKED = re.compile(r"(.*\.attn\.)in_proj_(weight|bias)")
 _SEPARATE = re.compile(r"(.*\.attn\.)([qkv]_proj)\.(weight|bias)")
-_POOL = "visual.trunk.attn_pool."
+_POOL = "visual.attn_pool.attn."
 
 
 def is_transformers(names: StateDict) -> bool:
@@ -92,11 +74,10 @@ def is_transformers(names: StateDict) -> bool:
 def transformers_name(name: str) -> str | None:
     """Return the name in transformers of a parameter or module of MegaCLIP; None if transformers has none.
 
-    name: MegaCLIP's, such as `visual.transformer.resblocks.0.attn.q_proj`, also with a suffix such as `.lora_A.weight`;
+    name: MegaCLIP's or timm's, such as `visual.transformer.resblocks.0.attn.q_proj`, also with `.lora_A.weight`;
     a projection that is not stacked.
     """
-    tables = _CLIP_IMAGE | _SIGLIP_IMAGE | _OWN_POOLING | _TEXT | _BERT
-    return name if name in SCALARS else _renamed(name, tables)
+    return name if name in SCALARS else _renamed(from_timm(f"{name}.").removesuffix("."), _IMAGE | _TEXT | _BERT)
 
 
 def to_transformers(state_dict: StateDict, *, patches_are_linear: bool = False) -> StateDict:
@@ -110,9 +91,9 @@ def to_transformers(state_dict: StateDict, *, patches_are_linear: bool = False) 
         KeyError: a parameter has no name in transformers.
     """
     is_siglip = "visual.trunk.attn_pool.latent" in state_dict
-    result: StateDict = {}
     named = {f"text.{name}" if name.startswith(TEXT_ROOTS) else name: value for name, value in state_dict.items()}
-    for name, value in _separate(named).items():
+    result: StateDict = {}
+    for name, value in _separate({from_timm(name): value for name, value in named.items()}).items():
         theirs = transformers_name(name)
         if theirs is None:
             raise KeyError(name)
@@ -120,7 +101,7 @@ def to_transformers(state_dict: StateDict, *, patches_are_linear: bool = False) 
             value = value.reshape([1] if is_siglip else [])
         elif name in _TRANSPOSED:
             value = value.T
-        elif name == "visual.trunk.pos_embed":
+        elif name == _POSITIONS and is_siglip:
             value = value[0]
         elif theirs == _PATCHES and patches_are_linear:
             value = value.permute(0, 2, 3, 1).flatten(1)
@@ -138,21 +119,21 @@ def from_transformers(tensors: StateDict) -> StateDict:
     """
     is_clip = any(name.startswith(("vision_model.pre_layrnorm", "visual_projection")) for name in tensors)
     is_bert = any(name.startswith("text_model.embeddings.word_embeddings") for name in tensors)
-    ours = (_CLIP_IMAGE if is_clip else _SIGLIP_IMAGE) | (_BERT if is_bert else _TEXT)
-    table = {theirs: own for own, theirs in ours.items()}
+    table = {theirs: own for own, theirs in (_IMAGE | (_BERT if is_bert else _TEXT)).items()}
     result: StateDict = {}
     for name, value in tensors.items():
         own = name if name in SCALARS else _renamed(name, table) or name
         if own in _TRANSPOSED and value.ndim == 2:
             value = value.T
-        elif own == "visual.trunk.pos_embed":
+        elif own == _POSITIONS and not is_clip:
             value = value[None]
         elif name == _PATCHES and value.ndim == 2:
             side = math.isqrt(value.shape[1] // 3)
             if value.shape[1] == 3 * side**2:
                 value = value.unflatten(1, (side, side, 3)).permute(0, 3, 1, 2)
         result[own] = value
-    return _stack(result)
+    stacked = _stack(result)
+    return stacked if is_clip else {to_timm(name): value for name, value in stacked.items()}
 
 
 def _renamed(name: str, table: dict[str, str]) -> str | None:
@@ -162,11 +143,9 @@ def _renamed(name: str, table: dict[str, str]) -> str | None:
     if found is None:
         return None
     start, rest = table[found], dotted.removeprefix(found)
-    if found.endswith(("resblocks.", "blocks.", "layers.")):
+    if found.endswith(("resblocks.", "layers.")):
         number, _, part = rest.partition(".")
-        names = _TIMM_BLOCK if "visual.trunk.blocks." in (found, start) else _BLOCK
-        if found.endswith("layers."):
-            names = {theirs: own for own, theirs in names.items()}
+        names = {theirs: own for own, theirs in _BLOCK.items()} if found.endswith("layers.") else _BLOCK
         inner = next((one for one in names if part.startswith(one)), "")
         rest = f"{number}.{names.get(inner, '')}{part.removeprefix(inner)}"
     return f"{start}{rest}".removesuffix(".")
@@ -179,10 +158,10 @@ def _separate(state_dict: StateDict) -> StateDict:
         if (match := _STACKED.fullmatch(name)) is not None:
             for projection, part in zip(_QKV, value.chunk(3), strict=True):
                 result[f"{match[1]}{projection}.{match[2]}"] = part
-        elif name.startswith(f"{_POOL}q."):
-            kind = name.removeprefix(f"{_POOL}q.")
-            result[f"{_POOL}in_proj_{kind}"] = torch.cat([value, state_dict[f"{_POOL}kv.{kind}"]])
-        elif not name.startswith(f"{_POOL}kv."):
+        elif name.startswith(f"{_POOL}q_proj."):
+            kind = name.removeprefix(f"{_POOL}q_proj.")
+            result[f"{_POOL}in_proj_{kind}"] = torch.cat([value, state_dict[f"{_POOL}kv_proj_{kind}"]])
+        elif not name.startswith(f"{_POOL}kv_proj_"):
             result[name] = value
     return result
 
@@ -193,7 +172,7 @@ def _stack(tensors: StateDict) -> StateDict:
     for name, value in tensors.items():
         if name.startswith(f"{_POOL}in_proj_") and value.ndim > 0:
             kind, width = name.removeprefix(f"{_POOL}in_proj_"), len(value) // 3
-            result |= {f"{_POOL}q.{kind}": value[:width], f"{_POOL}kv.{kind}": value[width:]}
+            result |= {f"{_POOL}q_proj.{kind}": value[:width], f"{_POOL}kv_proj_{kind}": value[width:]}
             continue
         match = _SEPARATE.fullmatch(name)
         parts = [] if match is None else [tensors.get(f"{match[1]}{one}.{match[3]}") for one in _QKV]
@@ -205,6 +184,5 @@ def _stack(tensors: StateDict) -> StateDict:
             if any(part.shape != value.shape or not part.is_contiguous() or part.ndim == 0 for part in found):
                 shapes = ", ".join(str(list(part.shape)) for part in found)
                 raise CheckpointError(f"{match[1]}q_proj, k_proj, v_proj cannot be stacked: their shapes are {shapes}")
-            stem = f"{match[1]}qkv." if match[1].startswith("visual.trunk.") else f"{match[1]}in_proj_"
-            result[f"{stem}{match[3]}"] = torch.cat(found)
+            result[f"{match[1]}in_proj_{match[3]}"] = torch.cat(found)
     return result

@@ -263,7 +263,7 @@ def _fit_positions(state_dict: StateDict, model: DualEncoder, kept_positions: in
             prefix = int(model.config.vision_cfg.class_token)
         else:
             # open_clip's tower has the attribute; nn.Module's type does not.
-            grid = tuple(model.visual.grid_size)  # type: ignore[arg-type, assignment]
+            grid = tuple(model.visual.grid_size)  # type: ignore[arg-type]
         old_grid = math.isqrt(len(adapted[name]) - prefix)
         if len(adapted[name]) == old_grid**2 + prefix:
             class_1C, patches_PC = adapted[name].float().split([prefix, old_grid**2])
