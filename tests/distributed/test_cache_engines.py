@@ -478,8 +478,8 @@ def vary(build: Callable[[], tuple[Any, Model]], calls: str, keep: int) -> dict[
     engine, model = build()
     called = model if calls == "module" else engine
     dtype = next(model.parameters()).dtype
-    clip = ClipLoss()
-    loss = (lambda x, y: clip(x, y, model.log_scale.exp())) if calls == "loss" else clip
+    clip, weight = ClipLoss(), nn.Parameter(torch.ones(()))
+    loss = (lambda x, y: weight * clip(x, y, model.log_scale.exp())) if calls == "loss" else clip
     cache = GradientCache(loss, None if calls == "unknown" else engine, keep=keep)
 
     def split(x: Tensor) -> list[Tensor]:
@@ -497,7 +497,11 @@ def vary(build: Callable[[], tuple[Any, Model]], calls: str, keep: int) -> dict[
         if calls == "missing" and dist.get_rank() == 1:
             encoded += encoded[1:]
         if calls == "loss":
-            cache.step(*encoded)
+            weight.grad = None
+            value = cache.step(*encoded)
+            dist.all_reduce(value)
+            # The derivative with respect to a factor of 1 is the loss.
+            torch.testing.assert_close(weight.grad, value.to(weight.dtype) / dist.get_world_size(), rtol=1e-3, atol=0.0)
         elif "scale from the engine" in calls:
             cache.step(*encoded, logit_scale=Encoded(functools.partial(engine, "scale")))
         else:
