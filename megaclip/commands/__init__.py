@@ -8,6 +8,7 @@ import importlib
 import io
 import os
 import runpy
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,9 @@ def _run() -> int | str | None:
         if os.environ.get("LOCAL_RANK", "0") == "0" or not {"LOCAL_SIZE", "LOCAL_WORLD_SIZE"} & set(os.environ):
             print(f"error: {error}", file=sys.stderr)  # once per host, if a launcher has started this rank
         return error.exit_code
+    except KeyboardInterrupt:  # a run that trains saves and returns the same code
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _stdout_has_reader() -> bool:

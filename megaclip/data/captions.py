@@ -14,7 +14,7 @@ import html
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megaclip.data.batch import BadSample, Captions, WeightedKey
@@ -23,8 +23,6 @@ from megaclip.errors import DataError, shortened
 TEXT_EXTENSIONS = ("txt", "caption", "text")
 """Extensions of text files that hold captions, when --caption-key is not given."""
 JSON = "json"
-SHOWS_NOTHING = "only spaces, control characters or HTML spaces such as &nbsp;"
-"""Content of an empty caption, for messages."""
 _JSON_CHECKED = 64
 """Number of JSON files that are searched for the fields of each key."""
 _ABSENT = ("missing caption", "empty caption")
@@ -69,19 +67,22 @@ def captions_of(keys: Sequence[WeightedKey], read: Callable[[int], tuple[str, ..
     """
     if len(keys) == 1:
         return Captions(read(0))
-    texts, shares, absent = list[str](), list[tuple[WeightedKey, int]](), BadSample("empty caption", SHOWS_NOTHING)
+    texts, shares, absent = list[str](), list[tuple[WeightedKey, int]](), list[BadSample]()
     for number, key in enumerate(keys):
         try:
-            found = [text for text in read(number) if not is_blank(text)]
+            given = read(number)
+            found = [text for text in given if not is_blank(text)]
+            if not found:
+                raise empty_caption(f"--caption-key {key.name}", *given)
         except BadSample as bad:
             if bad.kind not in _ABSENT:
                 raise
-            found, absent = [], bad
-        if found:
-            texts += found
-            shares.append((key, len(found)))
+            absent.append(bad)
+            continue
+        texts += found
+        shares.append((key, len(found)))
     if not texts:
-        raise absent
+        raise absent[-1]
     return Captions(tuple(texts), tuple(shares))
 
 
@@ -147,15 +148,21 @@ def decoded(content: bytes, key: str) -> str:
         ) from error
 
 
-def cleaned(texts: Iterable[str], key: str) -> tuple[str, ...]:
+def cleaned(texts: Sequence[str], key: str) -> tuple[str, ...]:
     """Return the captions that are not empty, with every run of white space replaced by one space.
 
     key: origin of the sample. Raises BadSample if all of them are empty.
     """
     captions = tuple(" ".join(text.split()).strip("\0") for text in texts if not is_blank(text))
     if not captions:
-        raise BadSample("empty caption", f"{key}: {SHOWS_NOTHING}")
+        raise empty_caption(key, *texts)
     return captions
+
+
+def empty_caption(key: str, *texts: str) -> BadSample:
+    """Return the error of a sample with blank captions only. key: its origin."""
+    shows_nothing = "only spaces, control characters or HTML spaces such as &nbsp;"
+    return BadSample("empty caption", f"{key}: {shows_nothing if any(texts) else 'no text'}")
 
 
 def is_blank(text: str) -> bool:

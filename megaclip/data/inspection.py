@@ -44,7 +44,7 @@ class Look:
         self._transform = transform
         self._tokenizer = tokenizer
         self._values: dict[str, list[int]] = {
-            name: [] for name in ("captions_per_image", "caption_characters", "tokens", "width", "height", "bytes")
+            name: [] for name in ("captions_per_sample", "caption_characters", "tokens", "width", "height", "bytes")
         }
         self.bad: defaultdict[str, list[str]] = defaultdict(list)
         """Kind -> name and problem of every bad sample."""

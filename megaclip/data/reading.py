@@ -26,7 +26,7 @@ from megaclip.data.batch import (
     TrainBatch,
     digest,
 )
-from megaclip.data.captions import SHOWS_NOTHING, is_blank
+from megaclip.data.captions import empty_caption, is_blank
 from megaclip.data.feature_cache import CachedFeatures
 from megaclip.data.images import ImageTransform
 from megaclip.data.sources import PairDataset
@@ -199,7 +199,7 @@ def decode_image(transform: ImageTransform, raw: RawSample, seeds: tuple[int, in
 def check_caption(raw: RawSample) -> None:
     """Raise BadSample if the caption is empty or blank."""
     if is_blank(raw.caption):
-        raise BadSample("empty caption", f"{raw.key}: {SHOWS_NOTHING}")
+        raise empty_caption(raw.key, raw.caption)
 
 
 class EvaluationReader:

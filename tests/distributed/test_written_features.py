@@ -82,11 +82,15 @@ def test_a_cache_is_used_only_for_the_same_tower_and_images(tmp_path: Path) -> N
 
 
 def error_of_disk(folder: Path, name: str) -> str:
-    """Return the error if the file of rank 1 is `name`, or if a file of this name is locked."""
-    path = CachedFeatures.path
-    CachedFeatures.path = lambda self, rank: Path(name) if rank else path(self, rank)  # type: ignore[method-assign]
+    """Return the error if the file of rank 1 is `name`, if this file is locked, or if rank 1 has an own folder."""
+    path, gather = CachedFeatures.path, feature_cache.gather_objects
+    if name.startswith("/"):
+        CachedFeatures.path = lambda self, rank: Path(name) if rank else path(self, rank)  # type: ignore[method-assign]
+    if name == "own folder" and dist.get_rank():
+        feature_cache.gather_objects = lambda value: [
+            one.replace("/cache", "/own") if isinstance(one, str) else one for one in gather(value)
+        ]
     if name == "lock":
-        CachedFeatures.path = path  # type: ignore[method-assign]
         encoded_batches(folder)
         (cache,) = folder.glob("cache/*")
         (cache / "cache.json").unlink(missing_ok=True)
@@ -106,6 +110,7 @@ def error_of_disk(folder: Path, name: str) -> str:
         ("/dev/full", "No space left on device; free space there, or use another folder"),
         ("/nowhere/file", "No such file"),
         ("lock", "another run is writing"),
+        ("own folder", "this host does not see the other hosts' files; use a folder that all hosts share"),
     ],
 )
 def test_a_disk_error_of_one_rank_is_one_error_on_all(name: str, reason: str, tmp_path: Path) -> None:

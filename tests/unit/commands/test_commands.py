@@ -105,6 +105,17 @@ def test_a_broken_connection_of_a_command_keeps_its_traceback(monkeypatch):
         main()
 
 
+def test_ctrl_c_is_one_line(monkeypatch, capfd):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate, "main", interrupted)
+    monkeypatch.setattr(sys, "argv", ["megaclip", "evaluate"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert (end.value.code, capfd.readouterr().err) == (130, "stopped by Ctrl-C\n")
+
+
 def test_an_unknown_command_is_refused_with_the_known_ones(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["megaclip", "trian"])
     with pytest.raises(SystemExit, match=r"unknown command 'trian'; expected one of train, .*; did you mean 'train'"):

@@ -202,5 +202,5 @@ def test_several_keys_of_captions_are_counted(tmp_path, inspect):
     _, output = inspect(path, "--caption-key", "short:2,long:1", "--max-bad-fraction", 1, "--json")
     report = json.loads(output[output.index("{") :])
     assert report["sample"]["samples_with_caption_key"] == {"short": 2, "long": 1}
-    assert report["sample"]["captions_per_image"] == {"min": 1.0, "median": 2.0, "p95": 2.9, "max": 3.0}
+    assert report["sample"]["captions_per_sample"] == {"min": 1.0, "median": 2.0, "p95": 2.9, "max": 3.0}
     assert report["sample"]["bad"] == {"missing caption": 1}
