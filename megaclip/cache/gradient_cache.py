@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megaclip.cache.engines import modules_of, partitions_parameters, passes_of
 from megaclip.cache.inputs import Chunks, blank_of, divided, elements_of
 from megaclip.cache.kept_graphs import KeptGraphs
-from megaclip.cache.passes import Outputs, Passes, restored
+from megaclip.cache.passes import Outputs, Passes, Role, restored
 from megaclip.comm.collectives import average_over_ranks, gather_integers, raise_on_all_ranks
 from megaclip.comm.groups import resolve
 from megaclip.errors import ConfigError, DataError
@@ -368,7 +368,7 @@ class _EncodedChunks:
             gradient = gradient[self._order.to(gradient.device)]
         self._gradients = list(gradient.split(self._lengths)) if gradient.dim() else [gradient]
 
-    def gradients(self, chunk: int) -> dict[int, Tensor]:
+    def gradients(self, chunk: int) -> dict[Role, Tensor]:
         return {self.index: self._gradients[chunk]} if chunk < self._own else {}
 
     def resume(self, chunk: int) -> None: ...

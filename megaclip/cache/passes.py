@@ -13,7 +13,7 @@ The result is the gradient of the whole batch. It does not depend on the graphs 
 gradients. A `PassEngine` runs the backward passes and reduces the parameters' gradients over the ranks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,13 +21,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+Role = Hashable
+"""Name of an output: the number of an input of the loss, or another name."""
+
 
 @dataclass(frozen=True)
 class Outputs:
     """The outputs of one forward pass."""
 
-    features: dict[int, Tensor]
-    """Features by role: the number of an input of the loss."""
+    features: dict[Role, Tensor]
+    """Features by role. A scalar () is a term of the loss of its own."""
     scalars: Sequence[Tensor] = ()
     """Inputs of the loss that every forward pass returns. Their gradients are added in the last backward pass."""
 
@@ -87,7 +90,7 @@ class ChunkSource(Protocol):
         """Keep the features of a chunk, without their graph."""
         ...
 
-    def gradients(self, chunk: int) -> dict[int, Tensor]:
+    def gradients(self, chunk: int) -> dict[Role, Tensor]:
         """Return the cached gradients of the features of a chunk, by role. Other features have gradient zero."""
         ...
 
@@ -172,7 +175,7 @@ class Passes:
     def _backward(
         self,
         outputs: Outputs,
-        gradients: dict[int, Tensor],
+        gradients: dict[Role, Tensor],
         scalar_gradients: Sequence[Tensor],
         joined: Sequence[tuple[Tensor, Tensor]],
         *,

@@ -52,6 +52,14 @@ class MegaclipSection(LossSettings):
     with init_logit_bias) contrast each sample with all other samples of the batch. The others, the global losses,
     contrast it with the whole dataset, using estimates that are stored per sample (docs/fastclip.md)."""
 
+    objective: str | None = None
+    """Objective beside the contrastive loss (docs/objectives.md): a name, such as "distillation", or FILE.py:CLASS of
+    your own. The file is executed. Relative paths start at the working directory. Default: the contrastive loss
+    only."""
+
+    objective_settings: dict[str, Any] | None = None
+    """Settings of the objective: the keyword arguments of its constructor. Default: its own defaults."""
+
     same_ids: Literal["ignore", "mask", "positive"] = "ignore"
     """Treatment of equal pairs in a batch, such as equal captions; --id-key selects what must be equal. "mask": they
     are no negatives of each other. "positive": they are positives of each other, each with the same weight. "ignore":

@@ -15,6 +15,7 @@ from megaclip.config import TrainArguments
 from megaclip.data import LabelledDataset, PairDataset
 from megaclip.engine.inputs import Inputs
 from megaclip.errors import ConfigError
+from megaclip.objectives.registry import objective_identity
 
 _PATHS = {
     "deepspeed_config",
@@ -47,6 +48,7 @@ def require_equal_inputs(arguments: TrainArguments, inputs: Inputs) -> None:
             **{f"--{name.replace('_', '-')}": json.dumps(value) for name, value in flags.items()},
             "--resume": "a path" if arguments.resume not in (None, "auto") else json.dumps(arguments.resume),
             "--model": f"a description with {_checksum(inputs.model_config.to_open_clip())}",
+            "megaclip.objective": objective_identity(inputs.config.megaclip.objective),
             "--tokenizer": inputs.tokenizer.identity,
             "the image preprocessing": json.dumps(inputs.preprocess_cfg),
             "--train-data": data_text(inputs.train),

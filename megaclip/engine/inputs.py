@@ -33,6 +33,7 @@ from megaclip.models.descriptions import Towers
 from megaclip.models.open_clip_config import open_clip_descriptions
 from megaclip.models.text import reason_not_to_cut
 from megaclip.models.transformers_config import CONFIG_NAME, card_path
+from megaclip.objectives import Objective, load_objective
 from megaclip.planner.text_chunks import fitted
 
 logger = get_logger(__name__)
@@ -66,6 +67,8 @@ class Inputs:
     """Image preprocessing of training."""
     evaluation_transform: ImageTransform
     """Image preprocessing of evaluation and of the exported model."""
+    objective: Objective | None = None
+    """Objective beside the contrastive loss, not yet attached to a model."""
 
     @property
     def preprocess_cfg(self) -> dict[str, Any]:
@@ -121,6 +124,7 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
         config=fitted(config, model_config),
         model_config=model_config,
         saved_config=saved_config,
+        objective=load_objective(config.megaclip.objective, config.megaclip.objective_settings or {}),
         tokenizer=chosen.tokenizer,
         train=train,
         validation=validation,

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,6 +70,8 @@ class StepMetrics:
     """Number of steps since the process started whose update was left out because it was not finite."""
     data_wait_s: float = 0.0
     """Seconds of the step in which this rank's towers waited for samples."""
+    terms: dict[str, float] = field(default_factory=dict)
+    """Value of each term of the loss, the contrastive one included, if the run has an objective."""
 
 
 def peak_memory_mib() -> float:
@@ -164,6 +166,7 @@ class Metrics:
         self._bar.update()
         texts = {
             "loss": f"{metrics.loss:.4f}",
+            **{name: f"{value:.4f}" for name, value in metrics.terms.items()},
             "scale": f"{metrics.logit_scale:.2f}",
             "lr": f"{metrics.learning_rate:.2e}",
             "grad": f"{metrics.gradient_norm:.2f}",
@@ -182,6 +185,7 @@ class Metrics:
                 left = f"{left_s // 3600}:{left_s // 60 % 60:02d}:{left_s % 60:02d}"
                 logger.info("step %d/%d %s, %s left", step, self._total_steps, text, left)
             scalars = {**asdict(metrics), "samples_per_s": samples_per_s, "peak_mib": peak_mib}
+            scalars |= {f"terms/{name}": value for name, value in scalars.pop("terms").items()}
             self._curves.write(step, {f"train/{name}": value for name, value in scalars.items() if value is not None})
         if (spike := self._loss_level.spike(step, metrics.loss)) is not None:
             self._curves.write(step, {"train/loss_spike": spike})

@@ -59,6 +59,7 @@ class Trainer:
             inputs.model_config,
             compiles=memory_plan.compiles,
             recomputes=memory_plan.recomputes,
+            objective=inputs.objective,
         )
         self.average = WeightAverage(self.engine, self.config.megaclip.ema_decay)
         self.logit_scale = LogitScale(self.engine, arguments.logit_scale_max)
@@ -181,10 +182,11 @@ class Trainer:
         set_learning_rate(self.engine, learning_rate)
         loss, gradient_norm, updated = torch.tensor(math.nan), math.nan, False
         waited_s = batch.waited_s
+        terms: dict[str, torch.Tensor] = {}
         try:
             # The forward passes change the statistics before the step is known to be good.
             with restored(running_statistics(self.engine.module), only_on_failure=True):
-                loss = self._accumulate(batch)
+                loss = self._accumulate(batch, terms)
                 gradient_norm = update(self.engine, self.step, loss)
             if (own_loss := self.loss.own) is not None:
                 own_loss.step(self.step, self.length.total_steps)
@@ -209,10 +211,11 @@ class Trainer:
             skipped_steps=self.skipped_steps.total,
             equal_pairs=equal,
             data_wait_s=batch.waited_s - waited_s,
+            terms={name: float(value) for name, value in terms.items()},
         )
 
-    def _accumulate(self, batch: StepStore) -> torch.Tensor:
-        """Leave the gradients of the step in the engine and return its loss, ()."""
+    def _accumulate(self, batch: StepStore, terms: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Leave the gradients of the step in the engine and return its loss, (). terms: receives those of the loss."""
         section = self.config.megaclip
         with report_compilation(section.compile, self.step + 1) if self.memory_plan.compiles else nullcontext():
             return accumulate_gradients(
@@ -227,6 +230,7 @@ class Trainer:
                 accumulation_dtype=torch.bfloat16 if self.config.accumulates_in_bf16 else torch.float32,
                 embeddings_on_cpu=self.memory_plan.embeddings_on_cpu,
                 check_loss=(lambda: None) if self.loss.own is None else self.loss.own.check_step,
+                term_values=terms,
             )
 
     def evaluate(self, metrics: Metrics, watched: Callable[[Iterable[Any]], Iterable[Any]]) -> dict[str, float]:

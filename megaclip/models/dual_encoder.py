@@ -59,6 +59,9 @@ class DualEncoder(nn.Module, abc.ABC):
     locked_weights: dict[str, torch.Tensor]
     """Whole float32 values of the locked parameters as they were read, if the model holds them rounded to bfloat16. On
     the first rank, until the run has written them."""
+    objective: nn.Module | None
+    """Terms of the loss beside the contrastive one, with their parameters (`megaclip.objectives`); None: no such terms.
+    It is called in training only."""
     base_sha256: str | None = None
     """Checksum of the weights to which adapters were added (`megaclip.models.lora`); None: the model has no adapters.
     Checkpoints of a model with adapters hold its trained parameters only."""
@@ -68,12 +71,17 @@ class DualEncoder(nn.Module, abc.ABC):
     """Function that `forward` calls between the towers if it encodes images and captions, or None. The gradient cache
     seeds the text tower's random numbers with it."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.objective = None  # not an attribute of the class, which would hide the submodule
+
     def forward(
         self,
         images: torch.Tensor | None = None,
         tokens: torch.Tensor | None = None,
         pieces: Pieces | None = None,
-    ) -> tuple[torch.Tensor | None, ...]:
+        for_objective: dict[str, dict[str, Any]] | None = None,
+    ) -> tuple[Any, ...]:
         """Encode images, captions or both.
 
         Args:
@@ -82,11 +90,14 @@ class DualEncoder(nn.Module, abc.ABC):
             tokens: (b, L) int64, or None. L is the context length, or less (`cut_captions`).
             pieces: rows of `tokens` that are cut at their own lengths, only for MegaCLIP's own towers of
                 `models.text.is_cut_exact` that are not tensor parallel; None: all rows have L tokens.
+            for_objective: what the objective receives from the step, for each of its calls: "image" and "text" for the
+                samples of one tower, or "pair". None: it is not called.
 
         Returns:
             image features (b, D) or None, text features (b, D) or None, the log of the logit scale (1,) float32, and,
             if the model has it, the logit bias (1,) float32. Features have unit length and the parameters' dtype; they
-            are normalised in float32 or higher precision.
+            are normalised in float32 or higher precision. With `for_objective`, the last element has the outputs of
+            each call of the objective by name.
         """
         is_encoded = images is not None and images.ndim == 2
         image_features = images if images is None or is_encoded else self._encode(self.visual, images)
@@ -96,7 +107,16 @@ class DualEncoder(nn.Module, abc.ABC):
         text_features = None if tokens is None else self._encode(self.text, tokens, *divided)
         # Copies, because under ZeRO-3 a returned parameter is partitioned again before the caller reads it.
         scalars = [self.logit_scale] if self.logit_bias is None else [self.logit_scale, self.logit_bias]
-        return image_features, text_features, *(_at_least_float32(scalar.clone()) for scalar in scalars)
+        outputs = image_features, text_features, *(_at_least_float32(scalar.clone()) for scalar in scalars)
+        if for_objective is None:
+            return outputs
+        assert self.objective is not None, "only a model with an objective receives its inputs"
+        results = {}
+        for call, given in for_objective.items():
+            image = {} if call == "text" else {"images": images, "image_features": image_features}
+            text = {} if call == "image" else {"tokens": tokens, "text_features": text_features}
+            results[call] = self.objective({**image, **text, **given})
+        return *outputs, results
 
     def _encode(self, tower: nn.Module, inputs: torch.Tensor, *others: Pieces) -> torch.Tensor:
         features = tower(gather_rows(inputs, group=self.tensor), *others)

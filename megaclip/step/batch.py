@@ -59,6 +59,17 @@ class StepBatch(Protocol):
         """
         ...
 
+    def fields(self) -> dict[str, Tensor]:
+        """Return the extra fields of the samples, (b, ...) each, on the host in the order of the batch.
+
+        The rows of a chunk are known after it has been read once.
+        """
+        ...
+
+    def tokens(self) -> Tensor:
+        """Return the token ids (b, L), of any integer type, as `fields`."""
+        ...
+
     def blank(self, tower: Tower) -> Tensor:
         """Return one blank row of the same shape, for a backward pass in which both towers must take part."""
         ...

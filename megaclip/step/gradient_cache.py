@@ -21,19 +21,21 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 
-from megaclip.cache.passes import ChunkSource, Outputs, Passes, restored
+from megaclip.cache.passes import ChunkSource, Outputs, Passes, Role, restored
 from megaclip.comm.collectives import average_over_ranks
 from megaclip.devices import upload
 from megaclip.errors import NonFiniteError
 from megaclip.models import DualEncoder
 from megaclip.step.batch import StepBatch, Tower
 from megaclip.step.layout import KeptGraphs, encodes_together, kept_graphs
+from megaclip.step.objective_terms import TOWERS, Result, StepTerms
 from megaclip.zero.backward import DeepSpeedPasses
 from megaclip.zero.gathered_tower import GatheredTower
 
@@ -81,6 +83,7 @@ def accumulate_gradients(
     accumulation_dtype: torch.dtype = torch.float32,
     embeddings_on_cpu: bool = False,
     check_loss: Callable[[], None] = lambda: None,
+    term_values: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """Leave the gradient of one whole contrastive batch in the engine, ready for `engine.step()`.
 
@@ -103,16 +106,18 @@ def accumulate_gradients(
         embeddings_on_cpu: keep embeddings and their gradients in host memory while the towers run.
         check_loss: called after the loss's own backward pass; raises NonFiniteError, on every rank, if the update of
             the loss's own parameters and state would not be finite.
+        term_values: receives the value () of each term of the loss by name, if the model has an objective.
 
     Returns:
-        the global mean loss, () on the engine's device, the same on every rank.
+        the global mean loss with the terms of the objective, () on the engine's device, the same on every rank.
 
     Raises:
         NonFiniteError: `check_loss` raised; nothing was back-propagated to the towers.
         DataError: the data of a rank failed; the caller must not update.
     """
     embeddings_device = torch.device("cpu") if embeddings_on_cpu else engine.device
-    whole = _Step(engine, batch, random_state, kept, embeddings_device)
+    terms = StepTerms(engine.module.objective, batch, engine.device)
+    whole = _Step(engine, batch, random_state, kept, embeddings_device, terms)
     passes = Passes(whole.sources, DeepSpeedPasses(engine, coalesce=coalesce, accumulation_dtype=accumulation_dtype))
     if not coalesce:
         whole.include_other_tower(passes.order)
@@ -121,10 +126,10 @@ def accumulate_gradients(
         if len(whole.sources) > 1:
             whole.gathered.release()
         batch.agree()
+        terms.count()
         scalars = [log_scale] if logit_bias is None else [log_scale, logit_bias]
-        orders = {tower: batch.order(tower) for tower in Tower}
         loss, whole.cached, scalar_gradients = _loss_and_gradients(
-            loss_function, whole.features, orders, scalars, engine.device, random_state.step, check_loss
+            loss_function, whole.features, whole.orders(), scalars, engine.device, random_state.step, check_loss, terms
         )
         statistics = running_statistics(engine.module)
         with restored(statistics):
@@ -132,7 +137,7 @@ def accumulate_gradients(
     average_over_ranks(statistics)
     if passes.repeated:
         batch.agree()
-    return loss
+    return terms.total(loss, term_values)
 
 
 class _TowerChunks:
@@ -170,16 +175,27 @@ class _TowerChunks:
             unchanged = model.statistics(_modules(model)[other])
         try:
             with torch.set_grad_enabled(with_graph), restored(unchanged):
-                return _outputs(step.engine(by_tower.get(Tower.IMAGE), by_tower.get(Tower.TEXT), pieces))
+                rows = {tower: step.rows_of_batch(tower, chunk) for tower in self._towers}
+                for_objective = step.terms.inputs(rows, again=again)
+                encoded = (by_tower.get(Tower.IMAGE), by_tower.get(Tower.TEXT), pieces)
+                outputs = _outputs(step.engine(*encoded, *([] if for_objective is None else [for_objective])))
         finally:
             model.before_text = None  # evaluations do not reseed
+        if with_graph:
+            step.terms.add(outputs.features)
+        return outputs
 
     def store(self, chunk: int, outputs: Outputs) -> None:
-        for tower in self._towers:
-            self._step.store(tower, chunk, outputs.features[tower])
+        for role, features in outputs.features.items():
+            tower = TOWERS[role.call] if isinstance(role, Result) else next(each for each in Tower if each == role)
+            if features.ndim and tower in self._towers:  # not a term, and no blank row
+                self._step.store(role, tower, chunk, features)
 
-    def gradients(self, chunk: int) -> dict[int, Tensor]:
-        return {tower: self._step.cached[tower][self._step.rows(tower, chunk)] for tower in self._towers}
+    def gradients(self, chunk: int) -> dict[Role, Tensor]:
+        step = self._step
+        own = {role: tower for role, tower in step.towers.items() if tower in self._towers and role in step.cached}
+        features = {role: step.cached[role][step.rows(tower, chunk)] for role, tower in own.items()}
+        return features | step.terms.gradients()
 
     def resume(self, chunk: int) -> None:
         """Keep the parameters of the towers gathered."""
@@ -196,14 +212,17 @@ class _Step:
         random_state: RandomState,
         kept: KeptGraphs | None,
         embeddings_device: torch.device,
+        terms: StepTerms,
     ) -> None:
         self.engine, self.batch, self.random_state = engine, batch, random_state
         self.model: DualEncoder = engine.module
-        self.gathered = GatheredTower(engine)
-        self.features: dict[Tower, Tensor] = {}
-        """Features, (b, D) per tower, in the order of the chunks."""
-        self.cached: dict[Tower, Tensor] = {}
-        """Their gradients."""
+        self.gathered, self.terms = GatheredTower(engine), terms
+        self.features: dict[Role, Tensor] = {}
+        """Features of the towers (b, D), and those of the objective (b, ...), in the order of the chunks."""
+        self.towers: dict[Role, Tower] = {tower: tower for tower in Tower}
+        """Tower in whose passes the features of a role are computed."""
+        self.cached: dict[Role, Tensor] = {}
+        """Gradients of the features."""
         self._embeddings_device = embeddings_device
         trained = trained_towers(self.model)
         chunks, is_trained = [batch.chunk_count(tower) for tower in Tower], [tower in trained for tower in Tower]
@@ -226,12 +245,22 @@ class _Step:
             assert isinstance(source, _TowerChunks)
             source.with_other_tower.add(chunk)
 
-    def store(self, tower: Tower, chunk: int, features: Tensor) -> None:
-        """Copy the features of a chunk to the device that keeps embeddings."""
-        if tower not in self.features:
-            shape = (self.batch.rows(), features.shape[1])
-            self.features[tower] = _empty(shape, features, self._embeddings_device)
-        self.features[tower][self.rows(tower, chunk)].copy_(features.detach(), non_blocking=True)
+    def store(self, role: Role, tower: Tower, chunk: int, features: Tensor) -> None:
+        """Copy the features of a chunk to the device that keeps embeddings. tower: that of the chunk."""
+        self.towers[role] = tower
+        if role not in self.features:
+            shape = (self.batch.rows(), *features.shape[1:])
+            self.features[role] = _empty(shape, features, self._embeddings_device)
+        self.features[role][self.rows(tower, chunk)].copy_(features.detach(), non_blocking=True)
+
+    def rows_of_batch(self, tower: Tower, chunk: int) -> slice | Tensor:
+        """Return the samples of a chunk, as rows of the batch, after the chunk has been read."""
+        rows, order = self.rows(tower, chunk), self.batch.order(tower)
+        return rows if order is None else order[rows]
+
+    def orders(self) -> dict[Role, Tensor | None]:
+        """Return `StepBatch.order` for the features of each role."""
+        return {role: self.batch.order(tower) for role, tower in self.towers.items()}
 
     def rows(self, tower: Tower, chunk: int) -> slice:
         """Return the rows of a chunk."""
@@ -239,11 +268,15 @@ class _Step:
         return slice(chunk * count, (chunk + 1) * count)
 
 
-def _outputs(returned: tuple[Tensor | None, ...]) -> Outputs:
-    """Return the outputs of `DualEncoder.forward` by tower."""
-    features = zip(Tower, returned, strict=False)
-    scalars = [scalar for scalar in returned[len(Tower) :] if scalar is not None]
-    return Outputs({tower: each for tower, each in features if each is not None}, scalars)
+def _outputs(returned: tuple[Any, ...]) -> Outputs:
+    """Return the outputs of `DualEncoder.forward` by role."""
+    features: dict[Role, Tensor] = {
+        tower: each for tower, each in zip(Tower, returned, strict=False) if each is not None
+    }
+    *scalars, last = returned[len(Tower) :]
+    if isinstance(last, dict):
+        features |= {Result(call, name): each for call, results in last.items() for name, each in results.items()}
+    return Outputs(features, scalars if isinstance(last, dict) else [*scalars, last])
 
 
 def _forward_order(chunks: Sequence[int], is_trained: Sequence[bool]) -> list[tuple[Tower, ...]]:
@@ -260,24 +293,28 @@ def _forward_order(chunks: Sequence[int], is_trained: Sequence[bool]) -> list[tu
 
 def _loss_and_gradients(
     loss_function: ContrastiveLoss,
-    features: dict[Tower, Tensor],
-    orders: dict[Tower, Tensor | None],
+    features: dict[Role, Tensor],
+    orders: dict[Role, Tensor | None],
     scalars: Sequence[Tensor],
     device: torch.device,
     step: int,
     check_loss: Callable[[], None],
-) -> tuple[Tensor, dict[Tower, Tensor], list[Tensor]]:
-    """Return the loss and its gradients by the features (b, D) and the scalars (1,), computed on `device`.
+    terms: StepTerms,
+) -> tuple[Tensor, dict[Role, Tensor], list[Tensor]]:
+    """Return the contrastive loss, and the gradients of the loss with the terms of the batch by the features and the
+    scalars (1,), computed on `device`.
 
     All gradients are NaN if the loss is not finite. `features` is emptied, so that their memory is freed.
 
     Features and returned gradients are in the order of the chunks and on the same devices. `orders` has
-    `StepBatch.order` of each tower. The loss receives the rows in the order of the batch.
+    `StepBatch.order` of each role. The loss receives the rows in the order of the batch.
     """
-    kept_on = {tower: embeddings.device for tower, embeddings in features.items()}
-    leaves = {tower: _batch_order(features.pop(tower).to(device), orders[tower]).requires_grad_() for tower in Tower}
+    kept_on = {role: embeddings.device for role, embeddings in features.items()}
+    leaves = {role: _batch_order(features.pop(role).to(device), orders[role]).requires_grad_() for role in kept_on}
     log_scale, *bias = scalar_leaves = [scalar.detach().clone().requires_grad_() for scalar in scalars]
-    loss = loss_function(leaves[Tower.IMAGE], leaves[Tower.TEXT], log_scale.exp(), *bias)
+    scale = log_scale.exp()
+    contrastive = loss_function(leaves[Tower.IMAGE], leaves[Tower.TEXT], scale, *bias)
+    loss = terms.add_batch_terms(contrastive, leaves, [scale, *bias])
     loss.backward()  # not autograd.grad, which would not leave gradients in a loss's own parameters
     value = loss.detach()
     refused = ~value.isfinite()
@@ -288,12 +325,15 @@ def _loss_and_gradients(
             raise
         raise NonFiniteError(f"step {step}: the loss is {float(value)}, so the update was not made") from error
     gradients = {}
-    for tower in Tower:
-        gradient = _chunk_order(_gradient(leaves.pop(tower)), orders[tower]).masked_fill_(refused, math.nan)
-        if kept_on[tower] != device:
-            gradient = _empty(gradient.shape, gradient, kept_on[tower]).copy_(gradient)
-        gradients[tower] = gradient
-    return value, gradients, [_gradient(leaf).masked_fill_(refused, math.nan) for leaf in scalar_leaves]
+    for role in kept_on:
+        leaf = leaves.pop(role)
+        if leaf.grad is None and not isinstance(role, Tower):
+            continue  # a feature of the objective that the loss does not depend on
+        gradient = _chunk_order(_gradient(leaf), orders[role]).masked_fill_(refused, math.nan)
+        if kept_on[role] != device:
+            gradient = _empty(gradient.shape, gradient, kept_on[role]).copy_(gradient)
+        gradients[role] = gradient
+    return contrastive.detach(), gradients, [_gradient(leaf).masked_fill_(refused, math.nan) for leaf in scalar_leaves]
 
 
 def _batch_order(rows: Tensor, order: Tensor | None) -> Tensor:

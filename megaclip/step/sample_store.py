@@ -213,6 +213,12 @@ class StepStore:
                 logger.info("%s", self._captions.summary())
         return self._captions
 
+    def fields(self) -> dict[str, Tensor]:
+        return {}
+
+    def tokens(self) -> Tensor:
+        return self._tokens[self._step % 2]
+
     def blank(self, tower: Tower) -> Tensor:
         like = self._slots[0, :1] if tower is Tower.IMAGE else self._tokens[0, :1]
         (row,) = self._feed.inputs(tower, [torch.zeros_like(like)])

@@ -29,6 +29,7 @@ from megaclip.models.compilation import compiles_whole_tower
 from megaclip.models.layers import require_apex, whole_shape
 from megaclip.models.lora import add_adapters, checksum_of
 from megaclip.models.weights import copy_weights
+from megaclip.objectives import Objective
 from megaclip.ops.tiles import require_implementation
 from megaclip.zero.gathered_tower import trace_kinds_of_passes
 from megaclip.zero.linear import use_linear_of_zero3
@@ -52,6 +53,7 @@ def build_engine(
     *,
     compiles: bool = False,
     recomputes: bool = False,
+    objective: Objective | None = None,
 ) -> DeepSpeedEngine:
     """Build the model (partitioned at ZeRO-3), load pretrained weights and start DeepSpeed's engine.
 
@@ -60,6 +62,7 @@ def build_engine(
     Args:
         compiles: torch.compile runs the towers (`MemoryPlan.compiles`).
         recomputes: compiled towers compute some activations again in the backward pass (`MemoryPlan.recomputes`).
+        objective: its modules become part of the model.
 
     Raises:
         ConfigError: DeepSpeed refuses the configuration or cannot run it on this machine.
@@ -100,6 +103,12 @@ def build_engine(
         logger.info(
             "LoRA: adapters of rank %d at %d layers, from %s to %s", lora.rank, len(layers), layers[0], layers[-1]
         )
+    if objective is not None:
+        torch.manual_seed(arguments.seed)
+        objective.attach(model)
+        model.objective = objective
+        if config.zero_stage == 3:
+            partition(module=model)  # the objective's parameters: the other ones are partitioned already
     is_kept = config.bf16 and dist.get_rank() == 0
     model.locked_weights = {name: pretrained[name] for name in locked & pretrained.keys() if is_kept}
     if config.zero_stage == 3:

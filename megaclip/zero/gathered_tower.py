@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import ZeRoTraceMode
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.utils import _pytree as pytree
 
 from megaclip.config.ds_config import count_kept, elements_kept_gathered
 
@@ -115,14 +116,14 @@ def trace_kinds_of_passes(engine: DeepSpeedEngine) -> None:
     def before_forward(_: nn.Module, inputs: tuple[Any, ...]) -> None:
         start(("forward", *(each is not None for each in inputs[:2])))  # and DeepSpeed's own hook resets the step
 
-    def after_forward(_: nn.Module, inputs: tuple[Any, ...], outputs: tuple[Tensor | None, ...]) -> None:
+    def after_forward(_: nn.Module, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
         kind = ("backward", *(each is not None for each in inputs[:2]))
 
         def before_backward(_: Tensor) -> None:
             start(kind)
             coordinator.reset_step()
 
-        graph = [output for output in outputs if output is not None and output.requires_grad]
+        graph = [output for output in pytree.tree_leaves(outputs) if output is not None and output.requires_grad]
         if graph:
             register_multi_grad_hook(graph, before_backward, mode="any")
 

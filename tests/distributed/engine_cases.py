@@ -30,6 +30,7 @@ from megaclip.engine.process_group import quiet_deepspeed
 from megaclip.losses import LOSSES
 from megaclip.models import ClipModel, DualEncoder, ModelConfig, ModelDescription, build_model, compilation
 from megaclip.models.layers import split_dim
+from megaclip.objectives import Objective
 from megaclip.step.batch import DeviceFeed, StepBatch, Tower
 from megaclip.step.gradient_cache import RandomState, accumulate_gradients, trained_towers
 from megaclip.step.layout import KeptGraphs, kept_graphs
@@ -354,8 +355,13 @@ class OracleTraining:
         self.optimizer = ORACLES[case.optimizer](groups)
         self._start = {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
-    def train(self, features: Callable[[int], tuple[Tensor, Tensor]]) -> Outcome:
-        """Take all steps. features: step -> features (BATCH, D) of both towers."""
+    def train(
+        self, features: Callable[[int], tuple[Tensor, Tensor]], objective: Callable[..., Tensor] | None = None
+    ) -> Outcome:
+        """Take all steps. features: step -> features (BATCH, D) of both towers.
+
+        objective: returns the loss of (contrastive loss, features of both towers, step). Default: the contrastive loss.
+        """
         model, outcome = self.model, Outcome()
         for step in range(STEPS):
             x, y = features(step)
@@ -364,6 +370,7 @@ class OracleTraining:
                 loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
             else:
                 loss = -F.logsigmoid((2 * torch.eye(BATCH) - 1) * (logits + model.logit_bias)).sum() / BATCH
+            loss = loss if objective is None else objective(loss, x, y, step)
             self.optimizer.zero_grad()
             loss.backward()
             outcome.losses.append(loss.item())
@@ -461,7 +468,11 @@ def unchecked_config(case: Case) -> TrainingConfig:
 
 
 def start_engine(
-    case: Case, config: TrainingConfig | None = None, *more: str, model: ModelDescription | None = None
+    case: Case,
+    config: TrainingConfig | None = None,
+    *more: str,
+    model: ModelDescription | None = None,
+    objective: Objective | None = None,
 ) -> DeepSpeedEngine:
     """Build the engine as a run does. more: further flags. model: another model than that of the case."""
     quiet_deepspeed()
@@ -474,7 +485,11 @@ def start_engine(
         flags += ["--lock-text", "--lock-text-unlocked-layers", unlocked]
     compilation.BACKEND = COMPILER
     engine = build_engine(
-        config or training_config(case), parse_arguments(flags), model or model_of(case), compiles=case.compiled
+        config or training_config(case),
+        parse_arguments(flags),
+        model or model_of(case),
+        compiles=case.compiled,
+        objective=objective,
     )
     defining = {type(part).__module__ for part in engine.module.modules()}
     assert model or case.compiled == (compilation.__name__ in defining)

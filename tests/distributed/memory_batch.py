@@ -1,6 +1,7 @@
 """A step's batch from tensors in memory, and an engine without DeepSpeed, for the gradient cache."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,9 @@ class MemoryBatch:
         text_chunks: int,
         cut: TextConfig | OpenClipText | None = None,
         tensor_ranks: int = 1,
+        fields: dict[str, Tensor] | None = None,
     ) -> None:
+        self._fields = fields or {}
         self._pixels, self._tokens, self._feed, self._text_chunks = list(pixels), tokens, feed, text_chunks
         whole = CaptionChunks.whole(tokens, text_chunks)
         self.captions = (
@@ -51,6 +54,12 @@ class MemoryBatch:
 
     def order(self, tower: Tower) -> Tensor | None:
         return None if tower is Tower.IMAGE else self.captions.order
+
+    def fields(self) -> dict[str, Tensor]:
+        return self._fields
+
+    def tokens(self) -> Tensor:
+        return self._tokens
 
     def blank(self, tower: Tower) -> Tensor:
         like = self._pixels[0] if tower is Tower.IMAGE else self._tokens
@@ -83,7 +92,7 @@ class PlainEngine:
         self.rows["text"] += len(tokens)
         self.text_positions += tokens.numel() if pieces is None else sum(rows * length for rows, length in pieces)
 
-    def __call__(self, *inputs: Tensor | Pieces | None) -> tuple[Tensor | None, ...]:
+    def __call__(self, *inputs: Any) -> tuple[Tensor | None, ...]:
         return self.module(*inputs)
 
     def backward(self, loss: Tensor, **_: object) -> None:

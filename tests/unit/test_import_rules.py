@@ -18,7 +18,7 @@ DOOR = {"zero.op_builds", "zero.parameters", "zero.settings", "zero.versions"}
 """Modules of `zero` that every package may import. They import nothing else of `zero`."""
 FOUNDATION = {"devices", "environment", "errors", "files", "logging", "open_clip_package"} | DOOR
 ENGINE = FOUNDATION | {"config", "ops", "comm", "data", "losses", "models", "checkpoint", "evaluation"}
-ENGINE |= {"cache", "planner", "hosts", "guards", "zero", "step"}
+ENGINE |= {"cache", "planner", "hosts", "guards", "objectives", "zero", "step"}
 MAY_IMPORT = {
     "devices": set(),
     "environment": {"errors"},
@@ -38,8 +38,9 @@ MAY_IMPORT = {
     "evaluation": FOUNDATION | {"models", "data", "ops", "comm"},
     "planner": FOUNDATION | {"comm", "config", "losses", "models", "step"},
     "guards": FOUNDATION | {"comm", "data"},
-    "zero": FOUNDATION | {"config", "comm", "ops", "models", "checkpoint"},
-    "step": FOUNDATION | {"cache", "comm", "data", "models", "zero"},
+    "zero": FOUNDATION | {"config", "comm", "ops", "models", "checkpoint", "objectives"},
+    "objectives": FOUNDATION | {"comm", "data", "losses", "models", "ops"},
+    "step": FOUNDATION | {"cache", "comm", "data", "models", "objectives", "zero"},
     "hosts": FOUNDATION | {"zero", "data"},
     "engine": ENGINE,
     "commands": ENGINE | {"engine"},

@@ -1,0 +1,13 @@
+"""Objectives beside the contrastive loss: further terms, modules with parameters, and fields of the samples.
+
+An objective is a subclass of `Objective`. `megaclip.objective` of ds_config.json names one: an entry of `OBJECTIVES`,
+or the user's own file and class. docs/objectives.md shows how to write one.
+
+- `base`: the interface. `Objective` is the base class, `Chunk` and `WholeBatch` are what its methods receive.
+- `registry`: finds the class that the settings name, and constructs the objective.
+"""
+
+from megaclip.objectives.base import Chunk, Objective, WholeBatch
+from megaclip.objectives.registry import OBJECTIVES, load_objective
+
+__all__ = ["OBJECTIVES", "Chunk", "Objective", "WholeBatch", "load_objective"]

@@ -1,0 +1,161 @@
+"""The interface of an objective: what it may declare, and when the step calls it.
+
+    loss = weights["contrastive"] * contrastive loss + sum over terms of weights[name] * term
+
+A term is one of two kinds. *Terms of a chunk* (`chunk_terms`) are sums over the samples of a chunk. They are computed
+in the pass that has the chunk's graph, so they may use everything that the chunk's forward pass computes. *Terms of the
+batch* (`batch_terms`) are computed once per step, from the features of all chunks. Both are exact over chunks and
+ranks, at all ZeRO stages.
+
+The order of a step:
+
+1. Every chunk is encoded: `chunk_features`, and `chunk_terms` if the chunk's graph is kept.
+2. The contrastive loss and `batch_terms` are evaluated and differentiated by the features.
+3. The kept graphs are back-propagated. The other chunks are encoded again, with gradients: `chunk_features` and
+   `chunk_terms`. Random numbers are those of the first time.
+
+Shapes: m samples of a chunk, b samples of this rank in a step, L tokens, D embedding.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from megaclip.models import DualEncoder
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The samples of one call: those that a pass encodes by one tower or, if the objective pairs, by both.
+
+    What does not belong to the tower is None.
+    """
+
+    fields: dict[str, Tensor]
+    """Extra fields of the samples, (m, ...) each."""
+    counts: dict[str, int]
+    """`Objective.counts` of these samples."""
+    is_repeated: bool
+    """True if the chunk is encoded for the second time. Features without gradients need not be returned again."""
+    images: Tensor | None = None
+    """Normalised pixels (m, 3, image_size, image_size), as the image tower receives them."""
+    tokens: Tensor | None = None
+    """Token ids (m, L) int64. L may be less than the context length where captions are cut."""
+    image_features: Tensor | None = None
+    """(m, D) of unit length, in the dtype of the parameters."""
+    text_features: Tensor | None = None
+    """(m, D)."""
+    image_tokens: Tensor | None = None
+    """Last tokens of the image tower (m, P, width), if `Objective.tokens` names "image"."""
+    text_tokens: Tensor | None = None
+    """Last tokens of the text tower (m, L, width), if `Objective.tokens` names "text"."""
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """This rank's samples of a step, in the order of the batch. Gradients flow to the features and the scalars."""
+
+    image_features: Tensor
+    """(b, D) of unit length."""
+    text_features: Tensor
+    """(b, D)."""
+    logit_scale: Tensor
+    """(1,) float32: the factor of the similarities, 1 / temperature."""
+    logit_bias: Tensor | None
+    """(1,) float32, or None if the model has none."""
+    features: dict[str, Tensor]
+    """Features from `Objective.chunk_features`, (b, ...) each."""
+    fields: dict[str, Tensor]
+    """Extra fields of the samples, (b, ...) each."""
+
+
+class Objective(nn.Module):
+    """Base class of all objectives. Override what you need; every method has a default.
+
+    The constructor receives `megaclip.objective_settings` as keyword arguments. It runs before there is a model. Wrong
+    settings: raise ValueError.
+    """
+
+    weights: Mapping[str, float] = {}
+    """Factor of each term by name, and of the contrastive loss under "contrastive". Default: 1."""
+    tokens: tuple[str, ...] = ()
+    """Towers whose last tokens the objective reads: "image", "text" or both."""
+    paired: bool = False
+    """True: a chunk is encoded by both towers in one pass, so image i meets text i. This is also the case if `build`
+    creates parameters or if `tokens` names a tower. Text chunks then have the size of image chunks."""
+
+    model: "DualEncoder"
+    """The model, from `attach` on. It is not a submodule."""
+
+    def build(self, model: "DualEncoder") -> None:
+        """Create modules as attributes. Their parameters are trained, saved and resumed with those of the model.
+
+        Random initial values are equal on all ranks.
+        """
+
+    def chunk_features(self, chunk: Chunk) -> dict[str, Tensor]:
+        """Return more features of the samples by name, (m, ...), for `batch_terms`. Gradients flow through them."""
+        return {}
+
+    def chunk_terms(self, chunk: Chunk) -> dict[str, Tensor]:
+        """Return sums over the samples of a chunk by name, () each. A term is their sum over all chunks and ranks,
+        divided by the samples of the batch, or by `counts`.
+
+        A tower that is not trained has no pass with gradients, and its terms are left out.
+        """
+        return {}
+
+    def counts(self, tokens: Tensor, fields: dict[str, Tensor]) -> dict[str, int]:
+        """Return the numbers of addends, by name of a chunk term, if they are not the samples.
+
+        It is called once per chunk of images, so it requires `paired`.
+
+        tokens: (m, L), of any integer type, and fields: (m, ...), both on the host.
+        """
+        return {}
+
+    def batch_terms(self, batch: WholeBatch) -> dict[str, Tensor]:
+        """Return terms of the batch by name, () each. They must not use parameters.
+
+        Each rank returns the mean over its own samples, or a loss of the whole batch that has the contract of
+        `megaclip.losses`, such as `ClipLoss`.
+        """
+        return {}
+
+    def attach(self, model: "DualEncoder") -> None:
+        """Make the model known, and build the modules."""
+        self.__dict__["model"] = model  # not registered as a submodule: the objective is one of the model
+        self.build(model)
+
+    def encodes_pairs(self) -> bool:
+        """Return whether a pass encodes a chunk by both towers."""
+        overrides_counts = type(self).counts is not Objective.counts
+        return self.paired or overrides_counts or bool(self.tokens) or any(True for _ in self.parameters())
+
+    def forward(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the features and, in a pass with gradients, the terms of a chunk. The model's forward pass calls it.
+
+        It is a module's forward, because ZeRO-3 gathers parameters there. inputs: the fields of `Chunk`. Raises
+        ValueError for outputs of another form than documented.
+        """
+        chunk = Chunk(**inputs)
+        features = self.chunk_features(chunk)
+        terms = self.chunk_terms(chunk) if torch.is_grad_enabled() else {}
+        rows = next(len(each) for each in (chunk.image_features, chunk.text_features) if each is not None)
+        for name, feature in features.items():
+            if feature.ndim == 0 or len(feature) != rows or name in terms:
+                raise ValueError(
+                    f"{type(self).__name__}.chunk_features returned {name!r} of shape {tuple(feature.shape)}; return "
+                    f"one row for each of the {rows} samples, under a name that is no term's"
+                )
+        for name, term in terms.items():
+            if term.ndim:
+                raise ValueError(
+                    f"{type(self).__name__}.chunk_terms returned {name!r} of shape {tuple(term.shape)}; return the sum "
+                    "over the samples, of shape ()"
+                )
+        return features | terms
