@@ -1,15 +1,14 @@
 """Verify an exported directory with the installed open_clip and transformers.
 
-`verify` loads the directory with the `open_clip` package as a user would (`local-dir:DIR`), `verify_transformers` with
-transformers' Auto classes. Both compare the library's model with MegaCLIP's: features of the same images and tokens,
-the logit scale, and the tokens of the same captions. The second also compares the pixels of the image processor.
+`verify` loads the directory with the library as a user would, and compares its model with MegaCLIP's: features of the
+same images and tokens, the logit scale, the tokens of the same captions, and the pixels of transformers' processor.
 """
 
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from PIL import Image
@@ -17,6 +16,7 @@ from PIL import Image
 from megaclip.errors import CheckpointError
 from megaclip.models import DualEncoder
 from megaclip.models.hugging_face import known_configurations
+from megaclip.models.open_clip_keys import SCALARS
 from megaclip.models.text import caption_lengths, is_cut_exact
 from megaclip.open_clip_package import import_open_clip
 
@@ -39,10 +39,11 @@ Tokenize = Callable[[list[str]], torch.Tensor]
 
 @dataclass(frozen=True)
 class Verification:
-    """Differences between a model and the model that open_clip loads from its export."""
+    """Differences between a model and the model that a library loads from its export."""
 
     max_abs_diff: float
-    """Largest absolute difference of image features, text features, the logarithm of the logit scale and the bias."""
+    """Largest absolute difference of image features, text features, the logarithm of the logit scale, the bias and
+    pixels."""
     captions_compared: int
     """Number of captions that both tokenizers encoded; 0 if no tokenizer was given."""
     captions_differing: int
@@ -55,115 +56,108 @@ class Verification:
 
 
 @torch.no_grad()
-def verify(directory: str | Path, model: DualEncoder, tokenize: Tokenize | None = None) -> Verification:
-    """Compare `model` (float32, CPU, evaluation mode) with the model that open_clip loads from `directory`.
+def verify(
+    directory: str | Path,
+    model: DualEncoder,
+    tokenize: Tokenize | None = None,
+    *,
+    library: str = "open_clip",
+    captions: Sequence[str] = CAPTIONS,
+    pixels: Callable[[bytes], torch.Tensor] | None = None,
+) -> Verification:
+    """Compare `model` (float32, CPU, evaluation mode) with the model that a library loads from `directory`.
 
     Args:
         model: the model that was exported.
         tokenize: the tokenizer that the model was trained with: captions -> (n, context_length) int64. If it is None,
-            features are compared on random tokens, and no captions are compared.
+            features are compared on random tokens, and no captions are compared. CLIP's padding has other ids in
+            transformers, and no influence, so there the tokens after the end of text are not compared for causal text
+            towers.
+        library: "open_clip" or "transformers".
+        captions: for transformers, captions whose HTML entities and encodings were repaired, which it does not do.
+        pixels: the model's input (3, H, W) for an image file, compared with transformers' image processor unless None.
 
     Raises:
-        CheckpointError: open_clip is not installed, or cannot load the directory; the message gives its reason.
-    """
-    open_clip = import_open_clip()
-    source = f"local-dir:{directory}"
-    try:
-        with known_configurations():
-            theirs = open_clip.create_model_from_pretrained(source, return_transform=False).eval()
-        tokenizer = open_clip.get_tokenizer(source) if tokenize is not None else None
-    except Exception as error:  # open_clip does not document the exceptions that it raises
-        raise CheckpointError(f"open_clip cannot load {directory}: {' '.join(str(error).split())[:300]}") from None
-
-    vision = model.config.vision_cfg
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(2, 3, vision.image_size, vision.image_size, generator=generator)
-    tokens, differing = _random_tokens(model, generator), 0
-    if tokenize is not None and tokenizer is not None:
-        tokens = tokenize(list(CAPTIONS))
-        their_tokens = tokenizer(list(CAPTIONS)).to(tokens.dtype)
-        if their_tokens.shape != tokens.shape:
-            differing = len(CAPTIONS)
-        else:
-            differing = int((tokens != their_tokens).any(dim=1).sum())
-    ours, theirs_out = model(images, tokens), theirs(images, tokens)
-    differences = [
-        (ours[0] - theirs_out[0]).abs().max(),
-        (ours[1] - theirs_out[1]).abs().max(),
-        (ours[2] - theirs_out[2].log()).abs().max(),
-        *((bias - theirs_bias).abs().max() for bias, theirs_bias in zip(ours[3:], theirs_out[3:], strict=True)),
-    ]
-    return Verification(
-        max_abs_diff=float(torch.stack(differences).max()),
-        captions_compared=0 if tokenize is None else len(CAPTIONS),
-        captions_differing=differing,
-    )
-
-
-@torch.no_grad()
-def verify_transformers(
-    directory: str | Path,
-    model: DualEncoder,
-    tokenize: Tokenize | None = None,
-    captions: Sequence[str] = CAPTIONS,
-    pixels: Callable[[bytes], torch.Tensor] | None = None,
-) -> Verification:
-    """Compare `model` (float32, CPU, evaluation mode) with the model that transformers loads from `directory`.
-
-    Args:
-        tokenize: as for `verify`. Captions are padded to the context length. CLIP's padding has other ids in
-            transformers, and no influence, so tokens after the end of text are not compared for causal text towers.
-        captions: captions whose HTML entities and encodings were repaired, which transformers does not do.
-        pixels: the model's input (3, H, W) for an image file. None: the image processor is not compared.
-
-    Raises:
-        CheckpointError: transformers is not installed, or cannot load the directory.
+        CheckpointError: the library is not installed, or cannot load the directory; the message gives its reason.
     """
     import_open_clip()  # and torchvision, which transformers needs
-    import transformers
-
-    source, text, local = str(directory), model.config.text_cfg, {"local_files_only": True}
     try:
-        theirs = transformers.AutoModel.from_pretrained(source, **local).float().eval()
-        processor = transformers.AutoImageProcessor.from_pretrained(source, backend="pil", **local)
-        tokenizer = (
-            None if tokenize is None else transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
-        )
-    except Exception as error:  # transformers does not document the exceptions that it raises
-        raise CheckpointError(f"transformers cannot load {directory}: {' '.join(str(error).split())[:300]}") from None
-    generator, size = torch.Generator().manual_seed(0), model.config.vision_cfg.image_size
-    images = torch.randn(2, 3, size, size, generator=generator)
-    pixel_difference = torch.zeros(())
-    if pixels is not None:
+        loaded = _LOADERS[library](str(directory), model, tokenize is not None)
+    except Exception as error:  # the libraries do not document the exceptions that they raise
+        raise CheckpointError(f"{library} cannot load {directory}: {' '.join(str(error).split())[:300]}") from None
+    generator, size, text = torch.Generator().manual_seed(0), model.config.vision_cfg.image_size, model.config.text_cfg
+    images, differences = torch.randn(2, 3, size, size, generator=generator), []
+    if pixels is not None and loaded.process is not None:
         # Sides after which both libraries cut the same rows: they round odd margins differently.
         shapes = ((2 * size, 2 * size + 8), (3 * size + 12, 3 * size), (size, size))
         pictures = [_picture(*shape, generator) for shape in shapes]
-        files = [io.BytesIO() for _ in pictures]
-        for picture, file in zip(pictures, files, strict=True):
-            picture.save(file, "PNG")
-        images = torch.stack([pixels(file.getvalue()) for file in files])
-        their_images = processor(images=pictures, return_tensors="pt").pixel_values
-        pixel_difference = (images - their_images).abs().max()
+        images = torch.stack([pixels(_file(picture)) for picture in pictures])
+        differences.append((images - loaded.process(pictures)).abs().max())
     tokens, differing = _random_tokens(model, generator), 0
     their_tokens = tokens
-    if tokenize is not None and tokenizer is not None:
+    if tokenize is not None:
         tokens = tokenize(list(captions))
-        options = {"padding": "max_length", "truncation": True, "max_length": text.context_length}
-        their_tokens = tokenizer(list(captions), return_tensors="pt", **options).input_ids
-        compared = torch.ones_like(tokens, dtype=torch.bool)
-        if is_cut_exact(text):
-            compared = torch.arange(tokens.shape[1]) < caption_lengths(tokens, text)[:, None]
-        differing = int(((tokens != their_tokens) & compared).any(dim=1).sum())
-    ours, found = model(images, tokens), theirs(input_ids=their_tokens, **_image_inputs(theirs, images))
-    differences = [
-        pixel_difference,
-        (ours[0] - found.image_embeds).abs().max(),
-        (ours[1] - found.text_embeds).abs().max(),
-        (ours[2] - theirs.logit_scale).abs().max(),
-        *((bias - theirs.logit_bias).abs().max() for bias in ours[3:]),
-    ]
-    compared_captions = 0 if tokenize is None else len(captions)
-    return Verification(float(torch.stack(differences).max()), compared_captions, differing)
+        found, differing = loaded.tokenize(list(captions)).to(tokens.dtype), len(captions)
+        if found.shape == tokens.shape:
+            ends = caption_lengths(tokens, text)[:, None] if loaded.until_end else tokens.shape[1]
+            compared = torch.arange(tokens.shape[1]) < ends
+            differing = int(((tokens != found) & compared).any(dim=1).sum())
+        their_tokens = tokens if differing else found
+    outputs = zip(model(images, tokens), loaded.encode(images, their_tokens), strict=True)
+    differences += [(ours - theirs).abs().max() for ours, theirs in outputs]
+    return Verification(float(torch.stack(differences).max()), 0 if tokenize is None else len(captions), differing)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A model as a library has loaded it."""
+
+    encode: Callable[[torch.Tensor, torch.Tensor], list[torch.Tensor]]
+    """Returns the features of images and tokens, the logarithm of the logit scale, and the bias."""
+    tokenize: Any
+    process: Callable[[list[Image.Image]], torch.Tensor] | None = None
+    """Image processor."""
+    until_end: bool = False
+    """True if tokens after the end of text differ and have no influence."""
+
+
+def _from_open_clip(directory: str, _: DualEncoder, has_tokenizer: bool) -> _Loaded:
+    open_clip, source = import_open_clip(), f"local-dir:{directory}"
+    with known_configurations():
+        model = open_clip.create_model_from_pretrained(source, return_transform=False).eval()
+    tokenizer = open_clip.get_tokenizer(source) if has_tokenizer else None
+
+    def encode(images: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
+        image, text, scale, *bias = model(images, tokens)
+        return [image, text, scale.log(), *bias]
+
+    return _Loaded(encode, tokenizer)
+
+
+def _from_transformers(directory: str, exported: DualEncoder, has_tokenizer: bool) -> _Loaded:
+    import transformers
+
+    model = transformers.AutoModel.from_pretrained(directory, local_files_only=True).float().eval()
+    processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil", local_files_only=True)
+    text, tokenizer = exported.config.text_cfg, cast(Any, None)
+    if has_tokenizer:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    options = {"padding": "max_length", "truncation": True, "max_length": text.context_length, "return_tensors": "pt"}
+
+    def encode(images: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
+        found = model(input_ids=tokens, **_image_inputs(model, images))
+        scalars = [getattr(model, name) for name in SCALARS if hasattr(model, name)]
+        return [found.image_embeds, found.text_embeds, *scalars]
+
+    return _Loaded(
+        encode,
+        lambda texts: tokenizer(texts, **options).input_ids,
+        lambda pictures: processor(images=pictures, return_tensors="pt").pixel_values,
+        is_cut_exact(text),
+    )
+
+
+_LOADERS = {"open_clip": _from_open_clip, "transformers": _from_transformers}
 
 
 def _image_inputs(model: Any, images: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -178,6 +172,12 @@ def _image_inputs(model: Any, images: torch.Tensor) -> dict[str, torch.Tensor]:
         "pixel_attention_mask": torch.ones(len(images), patches.shape[1] * patches.shape[2], dtype=torch.int64),
         "spatial_shapes": torch.tensor([patches.shape[1:3]] * len(images)),
     }
+
+
+def _file(picture: Image.Image) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return file.getvalue()
 
 
 def _picture(height: int, width: int, generator: torch.Generator) -> Image.Image:

@@ -23,7 +23,6 @@ Hugging Face hub, with the token of `hf auth login` or HF_TOKEN.
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from megaclip.commands.argument_types import CommandParser
 from megaclip.errors import CheckpointError, ConfigError, first_line
@@ -41,7 +40,7 @@ def main() -> None:
     from megaclip.checkpoint.open_clip_directory import export_checkpoint  # torch is imported after the flags are read
     from megaclip.checkpoint.open_clip_weights import assigned_model
     from megaclip.checkpoint.peft_folder import export_adapters
-    from megaclip.checkpoint.verify import CAPTIONS, TOLERANCE, verify, verify_transformers
+    from megaclip.checkpoint.verify import CAPTIONS, TOLERANCE, verify
     from megaclip.data import ImageTransform
     from megaclip.data.text_cleaning import clean_caption
     from megaclip.engine.transformers_tokenizer import tokenizer_beside, write_transformers_tokenizer
@@ -68,22 +67,23 @@ def main() -> None:
     print(f"wrote {arguments.out_dir}")
     if arguments.verify:
         model, tokenizer = assigned_model(card.config, weights), tokenizer_beside(card)
-        results: dict[str, Any] = {}
-        if "open_clip" in formats:
-            results["open_clip"] = verify(card.directory, model, tokenizer)
-        if "transformers" in formats:
-            transform = ImageTransform(card.config.vision_cfg.image_size, **card.pixel_settings)
-            captions = [clean_caption(caption) for caption in CAPTIONS]
-
-            def pixels(file: bytes) -> Any:
-                return transform.normalise(transform(file)[None])[0]
-
-            results["transformers"] = verify_transformers(card.directory, model, tokenizer, captions, pixels)
-        for library, result in results.items():
-            label = f" {library}" if len(results) > 1 else ""
+        transform = ImageTransform(card.config.vision_cfg.image_size, **card.pixel_settings)
+        failed = []
+        for library in formats:
+            result = verify(
+                card.directory,
+                model,
+                tokenizer,
+                library=library,
+                captions=CAPTIONS if library == "open_clip" else [clean_caption(caption) for caption in CAPTIONS],
+                pixels=lambda file: transform.normalise(transform(file)[None])[0],
+            )
+            label = f" {library}" if len(formats) > 1 else ""
             print(f"export_max_abs_diff{label} {result.max_abs_diff:.3g}")
             print(f"export_captions_differing{label} {result.captions_differing} of {result.captions_compared}")
-        if failed := [library for library, result in results.items() if not result.passed]:
+            if not result.passed:
+                failed.append(library)
+        if failed:
             sys.exit(
                 f"error: the model of {arguments.out_dir} in {' and '.join(failed)} differs by more than "
                 f"{TOLERANCE:g} or in its tokens"

@@ -31,6 +31,21 @@ CLASSES = {"clip": "CLIP", "siglip": "Siglip", "siglip2": "Siglip2"}
 """Beginnings of the names of transformers' classes, by model_type."""
 _RESAMPLING = {"2": "bilinear", "3": "bicubic"}
 """open_clip's names of Pillow's filters, by their numbers."""
+_NAMES = {
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "context_length": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "image_size": "image_size",
+    "patch_size": "patch_size",
+}
+"""Settings of towers that have one value in open_clip's schema and in config.json: names in both."""
+_TIMM_NAMES = {"embed_dim": "width", "depth": "layers", "num_heads": "heads", "img_size": "image_size"}
+"""Arguments of timm's vision transformers, and their names in open_clip's schema. The others have equal names."""
+_SIGLIP_IMAGE = {"timm_pool": "map", "timm_proj": "none"}
+_SIGLIP_TEXT = {"no_causal_mask": True, "proj_bias": True, "pool_type": "last"}
+"""Settings of SigLIP's towers in open_clip's schema."""
 _TANH = {"approximate": "tanh"}
 _EXACT = "open_clip's towers lack it"
 
@@ -123,50 +138,34 @@ def _side(value: Any) -> Any:
 
 
 def _tower(fields: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the settings of a transformer in open_clip's schema."""
+    """Return the settings of a transformer in open_clip's schema, and "heads"."""
     width, hidden, act = fields["hidden_size"], fields["intermediate_size"], fields["hidden_act"]
     if act not in ("gelu", "quick_gelu", "gelu_pytorch_tanh"):
         raise ConfigError(f"{prefix}hidden_act {act!r}: {_EXACT}; expected gelu, quick_gelu or gelu_pytorch_tanh")
-    epsilon = fields["layer_norm_eps"]
+    ratio, epsilon = hidden / width, fields["layer_norm_eps"]
     return {
-        "width": width,
-        "layers": fields["num_hidden_layers"],
-        "mlp_ratio": _ratio(hidden, width),
+        **{own: fields[theirs] for own, theirs in _NAMES.items() if theirs in fields},
+        "mlp_ratio": ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf),
         **({} if epsilon == 1e-5 else {"norm_kwargs": {"eps": epsilon}}),
         **({"act_kwargs": _TANH} if act == "gelu_pytorch_tanh" else {}),
     }
 
 
-def _ratio(hidden: int, width: int) -> float:
-    """Return the mlp_ratio for which int(width * mlp_ratio) is `hidden`."""
-    ratio = hidden / width
-    return ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
-
-
-def _text(fields: dict[str, Any], path: Path) -> dict[str, Any]:
-    length, rows, heads = (fields[name] for name in ("max_position_embeddings", "vocab_size", "num_attention_heads"))
-    return {**_tower(fields, f"{path}: text_config."), "context_length": length, "vocab_size": rows, "heads": heads}
-
-
 def _clip(top: dict[str, Any], text: dict[str, Any], image: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return open_clip's description of a CLIPModel."""
-    vision_cfg, text_cfg = _tower(image, f"{path}: vision_config."), _text(text, path)
-    quick = [fields["hidden_act"] == "quick_gelu" for fields in (image, text)]
-    if quick[0] != quick[1]:
+    vision_cfg, text_cfg = _tower(image, f"{path}: vision_config."), _tower(text, f"{path}: text_config.")
+    is_quick = image["hidden_act"] == "quick_gelu"
+    if is_quick != (text["hidden_act"] == "quick_gelu"):
         _require(f"{path}: text_config.", text, hidden_act=image["hidden_act"])
-    end = text["eos_token_id"]
+    vision_cfg["head_width"] = vision_cfg["width"] // vision_cfg.pop("heads")
+    if (end := text["eos_token_id"]) != 2:  # in old files, with which transformers takes the feature at the highest id
+        text_cfg |= {"pool_type": "eos", "eos_id": end}
     return {
         "embed_dim": top["projection_dim"],
-        "quick_gelu": quick[0],
+        "quick_gelu": is_quick,
         "init_logit_scale": float(top["logit_scale_init_value"]),
-        "vision_cfg": {
-            **vision_cfg,
-            "image_size": image["image_size"],
-            "patch_size": image["patch_size"],
-            "head_width": image["hidden_size"] // image["num_attention_heads"],
-        },
-        # With the value 2, which old files have, transformers takes the feature at the highest id.
-        "text_cfg": {**text_cfg, **({} if end == 2 else {"pool_type": "eos", "eos_id": end})},
+        "vision_cfg": vision_cfg,
+        "text_cfg": text_cfg,
     }
 
 
@@ -175,45 +174,41 @@ def _siglip(_: dict[str, Any], text: dict[str, Any], image: dict[str, Any], path
 
     The image tower is timm's that differs least. The differences are in `timm_model_kwargs`.
     """
-    prefix, width, patch = f"{path}: vision_config.", image["hidden_size"], image["patch_size"]
+    prefix, width = f"{path}: vision_config.", image["hidden_size"]
     _require(prefix, image, vision_use_head=True, layer_norm_eps=1e-6)
     if "quick_gelu" in (image["hidden_act"], text["hidden_act"]):
         raise ConfigError(f"{path}: hidden_act 'quick_gelu': {_EXACT} in SigLIP; expected gelu or gelu_pytorch_tanh")
     if (text["projection_size"] or text["hidden_size"]) != width:
         raise ConfigError(f"{path}: the text tower's features do not have the {width} channels of the image tower's")
-    patches = image.get("num_patches")
-    if patches is not None:
+    if (patches := image.get("num_patches")) is not None:
         _require(prefix, image, num_patches=math.isqrt(patches) ** 2)
-    tower = {
-        "img_size": image["image_size"] if patches is None else math.isqrt(patches) * patch,
-        "patch_size": patch,
-        "embed_dim": width,
-        "depth": image["num_hidden_layers"],
-        "num_heads": image["num_attention_heads"],
-        "mlp_ratio": _ratio(image["intermediate_size"], width),
-        "act_layer": "gelu_tanh" if _tower(image, prefix).get("act_kwargs") else "gelu",
-    }
-    different = {
-        name: {key: value for key, value in tower.items() if _size(tower, key) != _size(named, key)}
-        for name, named in FIELDS["siglip_towers"].items()
-    }
-    name = min(different, key=lambda name: len(different[name]))
+        image = {**image, "image_size": math.isqrt(patches) * image["patch_size"]}
+    described = _tower(image, prefix)
+    described["act_layer"] = "gelu_tanh" if "act_kwargs" in described else "gelu"
+
+    def different(named: dict[str, Any]) -> dict[str, Any]:
+        tower = {name: described[_TIMM_NAMES.get(name, name)] for name in named}
+        return {name: value for name, value in tower.items() if _size(tower, name) != _size(named, name)}
+
+    arguments, name = min(
+        ((different(named), name) for name, named in FIELDS["siglip_towers"].items()), key=lambda found: len(found[0])
+    )
     return {
         "embed_dim": width,
         "init_logit_scale": math.log(10),
         "init_logit_bias": -10.0,
         "custom_text": True,
         "vision_cfg": {
-            **{"image_size": tower["img_size"], "timm_model_name": name, "timm_model_pretrained": False},
-            **{"timm_pool": "map", "timm_proj": "none"},
-            **({"timm_model_kwargs": different[name]} if different[name] else {}),
+            **{"image_size": described["image_size"], "timm_model_name": name, "timm_model_pretrained": False},
+            **_SIGLIP_IMAGE,
+            **({"timm_model_kwargs": arguments} if arguments else {}),
         },
-        "text_cfg": {**_text(text, path), "no_causal_mask": True, "proj_bias": True, "pool_type": "last"},
+        "text_cfg": {**_tower(text, f"{path}: text_config."), **_SIGLIP_TEXT},
     }
 
 
-def _size(tower: dict[str, Any], key: str) -> Any:
-    return int(tower["embed_dim"] * tower[key]) if key == "mlp_ratio" else tower[key]
+def _size(tower: dict[str, Any], name: str) -> Any:
+    return int(tower["embed_dim"] * tower[name]) if name == "mlp_ratio" else tower[name]
 
 
 def _has_clip_vocabulary(directory: Path, kind: str, rows: int) -> bool:
@@ -290,38 +285,28 @@ def config_of(description: dict[str, Any], kind: str | None = None) -> dict[str,
         CheckpointError: open_clip, whose defaults are read, is not installed.
     """
     timm = FIELDS["siglip_towers"].get(description["vision_cfg"].get("timm_model_name"))
-    tower: dict[str, Any]
     if timm is None:
-        kind = "clip"
+        kind, pool = "clip", {"pool_type": "eos"} if description["text_cfg"].get("pool_type") == "eos" else {}
         image = _settings(description, "vision_cfg", "tower", {})
-        pool = {"pool_type": "eos"} if description["text_cfg"].get("pool_type") == "eos" else {}
         text = _settings(description, "text_cfg", "text", pool)
-        tower = {**image, "heads": image["width"] // image["head_width"]}
+        image["heads"] = image["width"] // image["head_width"]
     else:
-        image = _settings(description, "vision_cfg", "timm", {"timm_pool": "map", "timm_proj": "none"})
-        only = {"no_causal_mask": True, "proj_bias": True, "pool_type": "last"}
-        text = _settings(description, "text_cfg", "text", only)
-        tower = {**timm, **(image.get("timm_model_kwargs") or {}), "norm_kwargs": {"eps": 1e-6}}
-        tower |= {"width": tower["embed_dim"], "layers": tower["depth"], "heads": tower["num_heads"]}
-        tower |= {"image_size": tower["img_size"], "act_kwargs": _TANH if tower["act_layer"] == "gelu_tanh" else None}
         kind = "siglip2" if kind == "siglip2" else "siglip"
-    width = description["embed_dim"]
-    if (description.get("init_logit_bias") is None) != (kind == "clip"):
-        raise _inexpressible("init_logit_bias", description.get("init_logit_bias"))
-    if type(tower["layers"]) is not int:
-        raise _inexpressible("vision_cfg.layers", tower["layers"])
-    quick, side = bool(description.get("quick_gelu")), tower["image_size"]
-    sections = {
-        "text_config": {
-            **_section(text, quick, "text_cfg"),
-            "vocab_size": text["vocab_size"],
-            "max_position_embeddings": text["context_length"],
-        },
-        "vision_config": {
-            **_section(tower, quick and kind == "clip", "vision_cfg"),
-            "patch_size": tower["patch_size"],
-            **({"image_size": side} if kind != "siglip2" else {"num_patches": (side // tower["patch_size"]) ** 2}),
-        },
+        given = _settings(description, "vision_cfg", "timm", _SIGLIP_IMAGE).get("timm_model_kwargs")
+        text = _settings(description, "text_cfg", "text", _SIGLIP_TEXT)
+        image = {_TIMM_NAMES.get(name, name): value for name, value in {**timm, **(given or {})}.items()}
+        image |= {"norm_kwargs": {"eps": 1e-6}, "act_kwargs": _TANH if image["act_layer"] == "gelu_tanh" else None}
+    width, bias = description["embed_dim"], description.get("init_logit_bias")
+    if (bias is None) != (kind == "clip"):
+        raise _inexpressible("init_logit_bias", bias)
+    if type(image["layers"]) is not int:
+        raise _inexpressible("vision_cfg.layers", image["layers"])
+    if kind == "siglip2":
+        image["num_patches"] = (image.pop("image_size") // image["patch_size"]) ** 2
+    quick = bool(description.get("quick_gelu"))
+    sections: dict[str, Any] = {
+        "text_config": _section(text, quick, "text_cfg"),
+        "vision_config": _section(image, quick and kind == "clip", "vision_cfg"),
     }
     if kind == "clip":
         end = text["eos_id"] if pool else 2
@@ -384,10 +369,8 @@ def _section(tower: dict[str, Any], quick: bool, name: str) -> dict[str, Any]:
     if act not in ({}, {"approximate": "none"}, _TANH) or norm.keys() - {"eps"}:
         raise _inexpressible(name, {"act_kwargs": act, "norm_kwargs": norm})
     return {
-        "hidden_size": tower["width"],
+        **{theirs: tower[own] for own, theirs in (_NAMES | {"num_patches": "num_patches"}).items() if own in tower},
         "intermediate_size": int(tower["width"] * tower["mlp_ratio"]),
-        "num_hidden_layers": tower["layers"],
-        "num_attention_heads": tower["heads"],
         "hidden_act": "quick_gelu" if quick else "gelu_pytorch_tanh" if act == _TANH else "gelu",
         "layer_norm_eps": norm.get("eps", 1e-5),
     }

@@ -20,7 +20,7 @@ from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, read_model_card, write_model_card
 from megaclip.checkpoint.open_clip_directory import export_checkpoint, import_weights
 from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights, write_weights
-from megaclip.checkpoint.verify import TOLERANCE, verify_transformers
+from megaclip.checkpoint.verify import TOLERANCE, verify
 from megaclip.commands import export_open_clip
 from megaclip.data import ImageTransform, load_tokenizer
 from megaclip.data.sentencepiece_training import train_sentencepiece
@@ -399,7 +399,7 @@ def test_verify_finds_another_model_processor_and_tokenizer(tmp_path):
 
     def difference(**arguments: Any) -> float:
         given = {"captions": ["a cat"], "pixels": lambda file: transform.normalise(transform(file)[None])[0]}
-        return verify_transformers(tmp_path / "out", model, **{"tokenize": tokenize, **given, **arguments})
+        return verify(tmp_path / "out", model, library="transformers", **{"tokenize": tokenize, **given, **arguments})
 
     assert difference().passed
     shifted = ImageTransform(32, **{**card.pixel_settings, "interpolation": "bilinear"})
