@@ -119,6 +119,9 @@ class TrainArguments(BaseModel):
     model card of --pretrained or --model, else the one that the model names, else 'clip')"""
     workers: NotNegative = DEFAULT_WORKERS
     """number of data worker processes per rank"""
+    image_decoder: Literal["auto", "cpu", "gpu"] = "cpu"
+    """where JPEG files of the training data are decoded, cropped and resized: 'cpu' (the data workers), 'gpu' (requires
+    torchvision), or 'auto': the data workers, and the GPU if the first steps wait for data"""
     shard_order: Literal["shuffled", "sequential"] = "shuffled"
     """order of the shards; 'sequential' keeps the given order (for curricula) and shuffles within each shard"""
     shard_cache: str | None = None
@@ -329,6 +332,11 @@ class TrainArguments(BaseModel):
                 )
         if self.no_augmentation and "aug_scale" in self.model_fields_set:
             raise ValueError("--aug-scale has no effect with --no-augmentation; leave one of them out")
+        if self.no_augmentation and self.image_decoder == "gpu":
+            raise ValueError(
+                "--image-decoder gpu cannot be used with --no-augmentation, whose pixels are those of an evaluation; "
+                "use cpu"
+            )
         if self.feature_cache is not None:
             if not (self.no_augmentation and self.lock_image) or self.lock_image_unlocked_groups:
                 raise ValueError(

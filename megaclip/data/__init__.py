@@ -4,7 +4,15 @@ sources.py opens datasets, order.py computes the order of the samples, and loade
 """
 
 from megaclip.data.batch import PADDING_ID, Batch, EvaluationBatch, LabelledBatch, RawSample, TrainBatch
-from megaclip.data.images import OPENAI_MEAN, OPENAI_STD, ImageTransform, image_decoder, normalised_pixels
+from megaclip.data.gpu_decoder import GpuDecoder, open_gpu_decoder
+from megaclip.data.images import (
+    GPU_DECODER,
+    OPENAI_MEAN,
+    OPENAI_STD,
+    ImageTransform,
+    image_decoder,
+    normalised_pixels,
+)
 from megaclip.data.labelled import LabelledDataset, open_labelled
 from megaclip.data.loader import EvaluationLoader, TrainLoader, check_batch, slots_ahead
 from megaclip.data.sources import DATASET_TYPES, PairDataset, check_manifest, open_pairs
@@ -12,12 +20,14 @@ from megaclip.data.tokenizers import Tokenizer, load_tokenizer
 
 __all__ = [
     "DATASET_TYPES",
+    "GPU_DECODER",
     "OPENAI_MEAN",
     "OPENAI_STD",
     "PADDING_ID",
     "Batch",
     "EvaluationBatch",
     "EvaluationLoader",
+    "GpuDecoder",
     "ImageTransform",
     "LabelledBatch",
     "LabelledDataset",
@@ -31,6 +41,7 @@ __all__ = [
     "image_decoder",
     "load_tokenizer",
     "normalised_pixels",
+    "open_gpu_decoder",
     "open_labelled",
     "open_pairs",
     "slots_ahead",

@@ -10,6 +10,7 @@ takes less than half of Pillow's time (docs/data.md). simplejpeg's pixels are eq
 rounding.
 Pillow opens and checks every file, and decodes what simplejpeg refuses: other formats, CMYK and damaged files. So both
 ways find the same bad samples. Without AVX2 Pillow does everything, because it is then faster than torch.
+With --image-decoder gpu, the transform only draws the crop of the files that the GPU decodes (gpu_decoder.py).
 
 Image files are untrusted: only raster formats are opened, and their size is checked before decoding. As in open_clip,
 the orientation in EXIF data is ignored, and transparency is dropped: the colours of transparent pixels remain. Unlike
@@ -26,7 +27,7 @@ import math
 import os
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,12 +61,20 @@ _UNREADABLE = re.compile(
 """First bytes of HEIF, JPEG XL, JPEG 2000, Photoshop, SVG and TIFF files. Raw files of cameras resemble TIFF files."""
 _RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 _RATIO = (3 / 4, 4 / 3)
+LARGEST_ON_GPU = 4 << 20
+"""Largest number of pixels of a file that a GPU decodes. The CPU decodes larger ones at a part of their size."""
 RESIZED_BY_TORCH = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 """True if torch resizes crops. Its kernel for 8-bit pixels requires AVX2."""
 
 
-def image_decoder() -> str:
+GPU_DECODER = "nvJPEG and Triton"
+"""Libraries of gpu_decoder.py, for the log and checkpoints."""
+
+
+def image_decoder(*, on_gpu: bool = False) -> str:
     """Return the libraries that decode JPEG files and resize crops in training on this machine."""
+    if on_gpu:
+        return GPU_DECODER
     if not RESIZED_BY_TORCH:
         return "Pillow"
     return f"{'Pillow' if simplejpeg is None else 'simplejpeg'} and torch"
@@ -76,6 +85,17 @@ def normalised_pixels(
 ) -> torch.Tensor:
     """Return (pixels / largest - mean) / std in `dtype`, computed in float32. pixels: (b, 3, H, W) uint8."""
     return pixels.to(torch.float32).div_(largest).sub_(mean).div_(std).to(dtype)
+
+
+class JpegCrop(NamedTuple):
+    """A JPEG file that a GPU decodes, and the crop that it takes."""
+
+    nbytes: int
+    """Size of the file."""
+    size: tuple[int, int]
+    """Width and height of the image in pixels."""
+    box: tuple[int, int, int, int]
+    """Left, top, width and height of the crop in pixels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +138,23 @@ class ImageTransform:
 
         The pixels are a view of (size, size, 3) in memory, so that they are moved once, when the batch is filled.
         """
+        pixels = self.prepare(content, seeds, gpu_bytes=0)
+        assert isinstance(pixels, torch.Tensor)  # no file has 0 bytes
+        return pixels
+
+    def prepare(self, content: bytes, seeds: tuple[int, int, int], *, gpu_bytes: int) -> torch.Tensor | JpegCrop:
+        """Return the crop of a file that a GPU decodes, or else the pixels, as `__call__` does. Raises BadSample.
+
+        gpu_bytes: size of the largest file that is left to the GPU.
+        """
         try:
             image = eight_bit(open_image(content))
-            return self._random_crop(image, content, seeds) if self.training else self._resize_and_crop(image)
+            if not self.training:
+                return self._resize_and_crop(image)
+            box = random_box(image.size, self.scale, _generator(seeds))
+            if len(content) <= gpu_bytes and _is_for_gpu(image, content):
+                return JpegCrop(len(content), image.size, box)
+            return self._random_crop(image, content, box)
         except BadSample:
             raise
         except Exception as error:  # Pillow's decoders raise exceptions of many types for damaged files
@@ -138,21 +172,18 @@ class ImageTransform:
         """
         return compute(pixels, *_constants(self.mean, self.std, pixels.device), dtype)
 
-    def _random_crop(self, image: Image.Image, content: bytes, seeds: tuple[int, int, int]) -> torch.Tensor:
-        full = image.size
-        left, top, width, height = random_box(full, self.scale, _generator(seeds))
+    def _random_crop(self, image: Image.Image, content: bytes, box: tuple[int, int, int, int]) -> torch.Tensor:
+        full, (left, top, width, height) = image.size, box
         # Draft mode decodes JPEG at 1/2, 1/4 or 1/8 of the size, here never below the size that the crop needs.
         image.draft("RGB", (math.ceil(self.size * full[0] / width), math.ceil(self.size * full[1] / height)))
         x, y = image.width / full[0], image.height / full[1]
         left, top, right, bottom = round(left * x), round(top * y), round((left + width) * x), round((top + height) * y)
         right, bottom = max(right, left + 1), max(bottom, top + 1)
-        size = (self.size, self.size)
         if RESIZED_BY_TORCH:
-            crop = _pixels(_decoded(image, content))[None, :, top:bottom, left:right]
-            crop = crop.contiguous(memory_format=torch.channels_last)  # a copy of whole rows is faster than a view
-            return torch.nn.functional.interpolate(crop, size, mode=self.interpolation, antialias=True)[0]
-        box = (left, top, right, bottom)
-        return _pixels(image.convert("RGB").crop(box).resize(size, _RESAMPLING[self.interpolation]))
+            crop = (left, top, right - left, bottom - top)
+            return resized_crop(_pixels(_decoded(image, content)), crop, self.size, self.interpolation)
+        size, corners = (self.size, self.size), (left, top, right, bottom)
+        return _pixels(image.convert("RGB").crop(corners).resize(size, _RESAMPLING[self.interpolation]))
 
     def _resize_and_crop(self, image: Image.Image) -> torch.Tensor:
         # As open_clip: resize first, then convert to RGB. The order matters for images with a palette.
@@ -168,6 +199,28 @@ class ImageTransform:
             image = image.resize(new, filter_)
         left, top = round((new[0] - self.size) / 2), round((new[1] - self.size) / 2)
         return _pixels(image.crop((left, top, left + self.size, top + self.size)).convert("RGB"))
+
+
+def resized_crop(pixels: torch.Tensor, box: tuple[int, int, int, int], size: int, interpolation: str) -> torch.Tensor:
+    """Return a crop of pixels (3, H, W) uint8 on the CPU, resized with antialiasing to (3, size, size).
+
+    box: left, top, width and height. interpolation: "bicubic" or "bilinear".
+    """
+    left, top, width, height = box
+    crop = pixels[None, :, top : top + height, left : left + width]
+    crop = crop.contiguous(memory_format=torch.channels_last)  # a copy of whole rows is faster than a view
+    return torch.nn.functional.interpolate(crop, (size, size), mode=interpolation, antialias=True)[0]
+
+
+def _is_for_gpu(image: Image.Image, content: bytes) -> bool:
+    """Return whether a GPU decodes an opened image: baseline JPEG, grey or YCbCr, that is not cut off."""
+    return (
+        image.format == "JPEG"
+        and image.mode in ("RGB", "L")
+        and "progressive" not in image.info
+        and image.width * image.height <= LARGEST_ON_GPU
+        and content.endswith(b"\xff\xd9")  # the CPU finds out whether another file can be used
+    )
 
 
 def _pixels(image: Image.Image | np.ndarray) -> torch.Tensor:

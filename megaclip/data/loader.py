@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,8 @@ from torch import Tensor
 
 from megaclip.data.batch import PADDING_ID, EvaluationBatch, LabelledBatch, TrainBatch
 from megaclip.data.feature_cache import CachedFeatures
-from megaclip.data.images import ImageTransform, image_decoder
+from megaclip.data.gpu_decoder import GpuDecoder
+from megaclip.data.images import LARGEST_ON_GPU, ImageTransform, JpegCrop, image_decoder
 from megaclip.data.order import MixtureOrder, SampleOrder, rank_positions
 from megaclip.data.reading import INSPECT_ADVICE, BadSampleLog, EvaluationReader, Loaded, ReadableSet, TrainReader
 from megaclip.data.shard_cache import ShardCache
@@ -35,7 +36,7 @@ from megaclip.data.source import DEFAULT_MAX_BAD_FRACTION
 from megaclip.data.sources import PairDataset
 from megaclip.data.tokenizers import Tokenizer
 from megaclip.data.workers import PREFETCHED, map_in_workers
-from megaclip.errors import DataError
+from megaclip.errors import DataError, first_line
 from megaclip.logging import get_logger, log_once
 
 _logger = get_logger(__name__)
@@ -70,6 +71,7 @@ class TrainLoader:
     max_bad_fraction: largest fraction of bad samples among those of this rank; above it, `next` raises DataError.
     shard_cache, shard_cache_bytes: folder where the ranks of a host keep remote shards, and its limit, as for
     `shard_cache.ShardCache`. Default: every sample is read by its range of bytes.
+    gpu_decoder: replaces the JPEG files that workers leave to a GPU by their pixels. Default: workers decode all files.
     features: image features from a cache, whose bytes (b, width) uint8 replace the pixels. Default: images are decoded.
     slots: (S, m, 3, H, W) uint8, memory of `shared_memory.shared_pixels` for the pixels of S micro-batches of m rows. S
     is greater than `slots_ahead(m, num_workers)`. Default: the smallest S.
@@ -97,14 +99,15 @@ class TrainLoader:
         pin_memory: bool = False,
         shard_cache: Path | None = None,
         shard_cache_bytes: int | None = None,
+        gpu_decoder: GpuDecoder | None = None,
         features: CachedFeatures | None = None,
     ) -> None:
         self.samples_per_step = micro_batch_size * micro_batches_per_step * world_size
         self.samples_consumed = samples_consumed
         self.micro_batches_per_step = micro_batches_per_step
         reread_from = micro_batches_per_step if reread_from is None else reread_from
-        readings = [*range(micro_batches_per_step), *range(reread_from, micro_batches_per_step)]
-        self.readings_per_step = len(readings)
+        self._readings = [*range(micro_batches_per_step), *range(reread_from, micro_batches_per_step)]
+        self.readings_per_step = len(self._readings)
         """Number of micro-batches that a step yields, including those that are read again."""
         self._micro_batch_size = micro_batch_size
         self._parts = parts_of(micro_batch_size, num_workers)
@@ -118,6 +121,8 @@ class TrainLoader:
         self.held = len(slots) - ahead
         """Number of micro-batches whose pixels are kept. `read` number n may overwrite those of number n - held."""
         self._reading = 0
+        self.gpu_decoder = gpu_decoder
+        """Decoder of the steps that no worker has begun. It may be set while another thread reads."""
         self._pin_memory = pin_memory
         self._rank, self._world_size = rank, world_size
         self._taken = 0
@@ -126,7 +131,7 @@ class TrainLoader:
         self._order = order = dataset.order(self.samples_per_step, seed=seed, shard_order=shard_order)
         check_batch(self.samples_per_step, order)
         if features is None:
-            decoder = image_decoder() if transform.training else "Pillow"
+            decoder = image_decoder(on_gpu=gpu_decoder is not None) if transform.training else "Pillow"
             log_once(_logger.info, f"training images are decoded and resized by {decoder}")
         reader = TrainReader(dataset, transform, tokenizer, seed, features)
         self._cache: ShardCache | None = None
@@ -138,9 +143,10 @@ class TrainLoader:
                 self._cache = ShardCache(shard_cache, shard_cache_bytes, shards, order.shards_from, start)
         elif shard_cache is not None:
             raise DataError("--shard-cache has no effect without URLs of tar shards in --train-data; leave it out")
+        self._load = functools.partial(_load_train, order, reader, slots, rank, world_size)
         self._batches = map_in_workers(
-            functools.partial(_load_train, order, reader, slots, rank, world_size),
-            _schedule(samples_consumed, self.samples_per_step, readings, self._parts, len(slots)),
+            self._load,
+            self._schedule(samples_consumed),
             num_workers=num_workers,
             describe_row=functools.partial(_describe_row, dataset),
         )
@@ -159,18 +165,21 @@ class TrainLoader:
 
     def read(self) -> TrainBatch:
         """Return the next micro-batch, with its pixels in a slot until call number `held` after this one."""
-        images = self.slots[self._reading % len(self.slots)]
+        slot = self._reading % len(self.slots)
         self._reading += 1
+        images, files, for_gpu = self.slots[slot], list[tuple[int, JpegCrop]](), False
         read, tokens, pair_ids = set[tuple[int, int]](), list[Tensor](), list[Tensor]()
-        for _ in self._parts:
+        for rows in self._parts:
             part = next(self._batches)
-            if self._taken < self.micro_batches_per_step:  # the second reading finds the same bad samples
-                self._log.add(part.bad_samples, part.reads)
-            if part.fatal:
-                raise DataError(part.fatal)
-            tokens.append(part.batch.tokens)
-            pair_ids.append(part.batch.pair_ids)
+            rows_of_part = self._admitted(part)
+            tokens.append(rows_of_part.tokens)
+            pair_ids.append(rows_of_part.pair_ids)
             read |= part.images
+            files += [(rows.start + row, crop) for row, crop in part.encoded or ()]
+            for_gpu |= part.encoded is not None
+        batch = TrainBatch(images, torch.cat(tokens), torch.cat(pair_ids))
+        if for_gpu:
+            self._decode(batch, files, slot)
         self._warn_of_equal_images(read)
         self._taken += 1
         if self._taken == self.readings_per_step:
@@ -178,7 +187,45 @@ class TrainLoader:
             self.samples_consumed += self.samples_per_step
             if self._cache is not None:
                 self._cache.advance(self._needed_from())
-        return TrainBatch(images, torch.cat(tokens), torch.cat(pair_ids))
+        return batch
+
+    def _admitted(self, part: Loaded) -> TrainBatch:
+        """Count the bad samples of a part of a micro-batch, and return the part. Raises DataError."""
+        if self._taken < self.micro_batches_per_step:  # the second reading finds the same bad samples
+            self._log.add(part.bad_samples, part.reads)
+        if part.fatal:
+            raise DataError(part.fatal)
+        assert isinstance(part.batch, TrainBatch)
+        return part.batch
+
+    def _decode(self, batch: TrainBatch, files: list[tuple[int, JpegCrop]], slot: int) -> None:
+        """Replace the JPEG files among the images of `batch` by their pixels; read a row again if the GPU refuses it.
+
+        files: row and crop of each of them. slot: of the images.
+        """
+        decoder, size = self.gpu_decoder, batch.images[0].numel()
+        assert decoder is not None  # it is set once, and never removed
+        if len(files) < len(batch.images):
+            others = f"all but baseline JPEG files of at most {size:,} bytes and {LARGEST_ON_GPU:,} pixels"
+            log_once(_logger.info, f"the CPU decodes {others}")
+        try:
+            refused = decoder(batch.images, files)
+        except torch.OutOfMemoryError as error:
+            advice = "use --image-decoder cpu, or a smaller train_micro_batch_size_per_gpu"
+            raise DataError(f"--image-decoder gpu: {first_line(error)}; {advice}") from None
+        for row in refused:
+            item = (self.samples_consumed, self._readings[self._taken], slice(row, row + 1), slot, False)
+            again = self._admitted(self._load(item))
+            batch.tokens[row], batch.pair_ids[row] = again.tokens[0], again.pair_ids[0]
+
+    def _schedule(self, samples_consumed: int) -> Iterator[tuple[int, int, slice, int, bool]]:
+        """Yield work items without end: (position where the step begins, micro-batch of the step, rows, slot, whether a
+        GPU decodes)."""
+        turns = itertools.cycle(range(len(self.slots)))
+        for start in itertools.count(samples_consumed, self.samples_per_step):
+            for_gpu = self.gpu_decoder is not None  # for a whole step: its micro-batches may be read twice
+            for micro_batch, slot in zip(self._readings, turns, strict=False):
+                yield from ((start, micro_batch, rows, slot, for_gpu) for rows in self._parts)
 
     def _warn_of_equal_images(self, read: set[tuple[int, int]]) -> None:
         # A row that is in the batch twice, as a substitute or at the end of an epoch, is no equal image.
@@ -238,27 +285,17 @@ def check_batch(contrastive_batch: int, order: SampleOrder | MixtureOrder) -> No
         )
 
 
-def _schedule(
-    samples_consumed: int, step_size: int, micro_batches: Iterable[int], parts: list[slice], slots: int
-) -> Iterator[tuple[int, int, slice, int]]:
-    """Yield work items without end: (position where the step begins, micro-batch of the step, rows, slot)."""
-    turns = itertools.cycle(range(slots))
-    for start in itertools.count(samples_consumed, step_size):
-        for micro_batch, slot in zip(micro_batches, turns, strict=False):
-            yield from ((start, micro_batch, rows, slot) for rows in parts)
-
-
 def _load_train(
     order: SampleOrder | MixtureOrder,
     reader: TrainReader,
     slots: Tensor,
     rank: int,
     world_size: int,
-    item: tuple[int, int, slice, int],
+    item: tuple[int, int, slice, int, bool],
 ) -> Loaded:
-    start, micro_batch, rows, slot = item
+    start, micro_batch, rows, slot, for_gpu = item
     positions = rank_positions(start, micro_batch, slots.shape[1], rank, world_size)[rows]
-    return reader.read(*order.visit(positions), slots[slot, rows])
+    return reader.read(*order.visit(positions), slots[slot, rows], for_gpu=for_gpu)
 
 
 def _load_evaluation(reader: EvaluationReader, slots: Tensor, item: tuple[np.ndarray, int]) -> Loaded:

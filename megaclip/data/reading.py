@@ -7,6 +7,7 @@ would change the scores. Bad samples are counted by kind; above a limit the run 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections import Counter
@@ -28,7 +29,7 @@ from megaclip.data.batch import (
 )
 from megaclip.data.captions import empty_caption, is_blank
 from megaclip.data.feature_cache import CachedFeatures
-from megaclip.data.images import ImageTransform
+from megaclip.data.images import ImageTransform, JpegCrop
 from megaclip.data.sources import PairDataset
 from megaclip.data.tokenizers import Tokenizer
 from megaclip.data.workers import note_row
@@ -77,6 +78,9 @@ class Loaded:
     """Reason why there is no batch."""
     images: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     """Digest and row in the dataset of each image of a training batch."""
+    encoded: list[tuple[int, JpegCrop]] | None = None
+    """Row and crop of each image of a training batch that a GPU decodes. The row of pixels contains its file. None:
+    no image is left to a GPU."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a worker process sends: all but the pixels, which it has written into shared memory."""
@@ -102,17 +106,20 @@ class TrainReader:
         self._seed = seed
         self._features = features
 
-    def read(self, ids: np.ndarray, epochs: np.ndarray, images: torch.Tensor) -> Loaded:
+    def read(self, ids: np.ndarray, epochs: np.ndarray, images: torch.Tensor, *, for_gpu: bool = False) -> Loaded:
         """Return the pairs of `ids` (b,), with their pixels written into `images` (b, 3, H, W) uint8, or the bytes of
         their features into `images` (b, width).
 
         Each sample is augmented by (seed, its epoch, its id).
+
+        for_gpu: write the files that a GPU decodes, instead of their pixels.
         """
+        encoded = list[tuple[int, JpegCrop]]()
         captions, pair_ids, bad_samples = list[str](), list[int](), list[BadSampleReport]()
         digests = set[tuple[int, int]]()
         for row, (sample_id, epoch) in enumerate(zip(ids.tolist(), epochs.tolist(), strict=True)):
             try:
-                pair = self._read_or_substitute(sample_id, epoch, bad_samples)
+                pair = self._read_or_substitute(sample_id, epoch, images[row], for_gpu, bad_samples)
             except Exception as error:  # a source may raise any exception; the run saves and ends with it
                 return Loaded(None, bad_samples, fatal=_unreadable(self._dataset, sample_id, error))
             if pair is None:
@@ -125,41 +132,57 @@ class TrainReader:
                     f"{last.kind} ({last.detail}); a larger --max-bad-fraction does not help: check the data with "
                     "`megaclip inspect`",
                 )
-            images[row] = pair[0]
+            if pair[0] is not None:
+                encoded.append((row, pair[0]))
             captions.append(pair[1])
             digests.add(pair[2])
             pair_ids.append(pair[3])
         batch = TrainBatch(images, self._tokenizer(captions), torch.tensor(pair_ids))
-        return Loaded(batch, bad_samples, len(ids) + len(bad_samples), images=digests)
+        return Loaded(
+            batch, bad_samples, len(ids) + len(bad_samples), images=digests, encoded=encoded if for_gpu else None
+        )
 
     def _read_or_substitute(
-        self, sample_id: int, epoch: int, bad_samples: list[BadSampleReport]
-    ) -> tuple[torch.Tensor, str, tuple[int, int], int] | None:
-        """Return pixels, caption, a digest of the image with its row, and the pair's id, or None if all are bad."""
+        self, sample_id: int, epoch: int, target: torch.Tensor, for_gpu: bool, bad_samples: list[BadSampleReport]
+    ) -> tuple[JpegCrop | None, str, tuple[int, int], int] | None:
+        """Write an image into `target`. Return its crop if that is a file for the GPU, its caption, its digest with its
+        row in the dataset, and the pair's id; or None if all are bad."""
         first, count = self._dataset.siblings(sample_id)
         for candidate in itertools.chain([sample_id], _substitutes(self._seed, sample_id, first, count)):
             note_row(candidate)
             try:
-                raw, image = self._read(candidate, (self._seed, epoch, sample_id))
+                raw, crop = self._read(candidate, (self._seed, epoch, sample_id), target, for_gpu)
                 caption = raw.caption_of(self._seed, epoch, sample_id)
                 # A part of the bytes identifies a file, and a digest of all of them would take longer than the crop.
                 image_id = digest(raw.image[:: 1 + len(raw.image) // 4096])
-                return image, caption, (image_id, candidate), _pair_id(raw, caption, self._dataset.id_key)
+                return crop, caption, (image_id, candidate), _pair_id(raw, caption, self._dataset.id_key)
             except BadSample as bad:
                 # Substitutes are drawn uniformly, so counting the bad ones does not bias the rate.
                 bad_samples.append(BadSampleReport(bad.kind, bad.detail, self._dataset.shard_name(candidate)))
         return None
 
-    def _read(self, sample_id: int, seeds: tuple[int, int, int]) -> tuple[RawSample, torch.Tensor]:
-        """Return a pair with its transformed image, or with the bytes of its features. Raises BadSample."""
+    def _read(
+        self, sample_id: int, seeds: tuple[int, int, int], target: torch.Tensor, for_gpu: bool
+    ) -> tuple[RawSample, JpegCrop | None]:
+        """Return a pair, and the crop of its file if that is for the GPU. Raises BadSample.
+
+        The file, the pixels or the bytes of the features are written into `target`.
+        """
         if self._features is None:
             raw = self._dataset.read(sample_id)
             check_caption(raw)
-            return raw, decode_image(self._transform, raw, seeds)
+            with _named(raw):
+                image = self._transform.prepare(raw.image, seeds, gpu_bytes=target.numel() if for_gpu else 0)
+            if isinstance(image, JpegCrop):
+                target.view(-1)[: image.nbytes] = torch.frombuffer(bytearray(raw.image), dtype=torch.uint8)
+                return raw, image
+            target.copy_(image)
+            return raw, None
         row = self._features.read(sample_id)
         raw = RawSample.of(row.tobytes(), self._dataset.captions(sample_id), f"sample {sample_id}")
         check_caption(raw)
-        return raw, torch.from_numpy(row)
+        target.copy_(torch.from_numpy(row))
+        return raw, None
 
 
 def _unreadable(
@@ -190,8 +213,15 @@ def _pair_id(raw: RawSample, caption: str, id_key: str) -> int:
 
 def decode_image(transform: ImageTransform, raw: RawSample, seeds: tuple[int, int, int]) -> torch.Tensor:
     """Return the transformed image. Raises BadSample, whose detail names the sample."""
-    try:
+    with _named(raw):
         return transform(raw.image, seeds=seeds)
+
+
+@contextlib.contextmanager
+def _named(raw: RawSample) -> Iterator[None]:
+    """Add the name of the sample to the detail of a BadSample."""
+    try:
+        yield
     except BadSample as bad:
         raise BadSample(bad.kind, f"{raw.key}: {bad.detail}") from bad
 

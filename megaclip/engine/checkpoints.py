@@ -105,7 +105,7 @@ class Checkpoints:
         return store.Target(
             folder=self.folder,
             step=trainer.step,
-            state={**progress, **self._identity, "settings": self.settings},
+            state={**progress, **self._identity, "image_decoder": trainer.image_decoder, "settings": self.settings},
             keep_last=arguments.keep_last,
             keep_every=arguments.keep_every_steps,
             run=self.run_id,

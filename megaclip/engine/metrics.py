@@ -26,7 +26,6 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from megaclip.data import image_decoder
 from megaclip.errors import first_line
 from megaclip.logging import get_logger
 
@@ -38,9 +37,9 @@ LONGEST_LOG_INTERVAL_S = 60.0
 """A step that ends this many seconds after the last logged step is logged too."""
 _TIMED_STEPS = 50
 """Number of recent steps from whose mean duration the samples per second and the remaining time are calculated."""
-_WAITED_STEPS = 10
+WAITED_STEPS = 10
 """Number of steps, after the first, before a run counts as bound by its data."""
-_WAITED_SHARE = 0.1
+WAITED_SHARE = 0.1
 """Share of the recent steps' time spent waiting for samples above which a run counts as bound by its data."""
 _SPIKE_WINDOW = 100
 """Number of recent losses from which the running level is calculated."""
@@ -149,6 +148,10 @@ class Metrics:
         """Restart the timing of steps, so that an evaluation or a checkpoint does not count as training time."""
         self._step_ends = deque([time.monotonic()], maxlen=_TIMED_STEPS + 1)
 
+    def forget_waits(self) -> None:
+        """Forget how long past steps waited for data, because later steps get them in another way."""
+        self._waits.clear()
+
     def record_step(self, step: int, metrics: StepMetrics) -> None:
         """Report the optimizer step number `step` (1-based)."""
         now = time.monotonic()
@@ -192,17 +195,16 @@ class Metrics:
 
     def _warn_if_bound_by_data(self) -> None:
         waited_s, total_s = (sum(step[part] for step in self._waits) for part in (0, 1))
-        if self._is_bound_by_data or len(self._waits) < _WAITED_STEPS or waited_s <= _WAITED_SHARE * total_s:
+        if self._is_bound_by_data or len(self._waits) < WAITED_STEPS or waited_s <= WAITED_SHARE * total_s:
             return
         self._is_bound_by_data = True
         logger.warning(
-            "bound by data: the last %d steps waited for samples for %.0f %% of their time; set more --workers (this "
-            "host has %d cores for all its ranks), or use smaller image files or a host with more cores. %s decodes "
-            "the images; `megaclip inspect` measures the samples per second and core",
+            "bound by data: the last %d steps waited for samples for %.0f %% of their time; set more "
+            "--workers (this host has %d cores for all its ranks) or --image-decoder gpu, or use smaller image files "
+            "or a host with more cores. `megaclip inspect` measures the samples per second and core",
             len(self._waits),
             100 * waited_s / total_s,
             os.cpu_count(),
-            image_decoder(),
         )
 
     def record_evaluation(

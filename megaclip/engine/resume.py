@@ -1,5 +1,6 @@
 """Resume a run: find the checkpoint that `--resume` names, check that it belongs to this run, and load it."""
 
+import contextlib
 import json
 import uuid
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from megaclip.checkpoint.manifest import find_damage_on_all_ranks, summary
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.comm.groups import group_rank
 from megaclip.config import BatchLayout, TrainArguments
-from megaclip.data import check_manifest, image_decoder
+from megaclip.data import GPU_DECODER, check_manifest, image_decoder
 from megaclip.data.order import ORDER_VERSION
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.run_loss import RunLoss
@@ -76,7 +77,7 @@ def describe_run(
         "model": model.to_open_clip() | towers,
         "tokenizer": inputs.tokenizer.identity,
         "preprocess": inputs.preprocess_cfg,
-        "image_decoder": image_decoder(),
+        "image_decoder": image_decoder(on_gpu=arguments.image_decoder == "gpu"),
         "data": inputs.train.manifest(),
     }
 
@@ -104,6 +105,10 @@ def resume(trainer: Trainer, identity: dict[str, Any], checkpoints: Path) -> tup
     with raise_on_all_ranks():
         try:
             state = store.read_state(*found)
+            if arguments.image_decoder == "auto" and state.get("image_decoder") == GPU_DECODER:
+                with contextlib.suppress(ConfigError):  # the check below warns of another decoder
+                    trainer.use_gpu_decoder()
+                    identity = identity | {"image_decoder": GPU_DECODER}
             _check_same_run(state, identity)
             _check_length(state, identity, arguments, loss)
         except MegaclipError:

@@ -200,6 +200,8 @@ class Run:
         while self.step < self.last_step:
             step_metrics = self.trainer.train_step(batch)
             self.watchdog.step_done(self.step)
+            if self.trainer.chooses_gpu_decoder(batch):
+                metrics.forget_waits()
             metrics.record_step(self.step, step_metrics)
             is_last = self.step == self.last_step
             stop_signal = None if is_last else signals.received_by_any_rank()

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from megaclip.comm.collectives import raise_on_all_ranks
-from megaclip.data import TrainLoader
+from megaclip.data import GpuDecoder, TrainLoader
 from megaclip.data.shared_memory import shared_pixels
 from megaclip.errors import ConfigError, DataError, MegaclipError, first_line
 from megaclip.logging import format_bytes, get_logger
@@ -167,6 +167,10 @@ class StepStore:
             self._changed.notify_all()
         self._thread.join(_JOIN_S)
         self._loader.close()
+
+    def decode_on(self, gpu_decoder: GpuDecoder) -> None:
+        """Decode JPEG files with `gpu_decoder` from the next step on that no worker has begun."""
+        self._loader.gpu_decoder = gpu_decoder
 
     def next_step(self) -> None:
         """Proceed to the next step, after both passes over this one. A skipped step makes only the first pass."""
