@@ -53,7 +53,7 @@ def merged_weights(step: Path, trained: StateDict) -> StateDict:
             f"{' and '.join(paths)} have {found}; put the weights there that the run started from"
         )
     model = assigned_model(config, base)
-    add_adapters(model, **settings)
+    add_adapters(model, settings)
     loaded = model.load_state_dict(trained, strict=False)
     if different := [*loaded.unexpected_keys, *(name for name in loaded.missing_keys if has_adapters([name]))]:
         raise CheckpointError(f"{step}: {different[0]} does not fit megaclip.lora in its {STATE}; choose another one")

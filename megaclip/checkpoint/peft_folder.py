@@ -65,7 +65,7 @@ def write_adapters(out_dir: Path, trained: StateDict, settings: dict[str, Any]) 
     layers = sorted({name.partition(".lora_")[0] for name in weights})
     make_folders(out_dir)
     (out_dir / manifest.MANIFEST).unlink(missing_ok=True)  # removed until it describes the new files
-    adapter_config(layers, inference_mode=True, **settings).save_pretrained(str(out_dir))
+    adapter_config(layers, settings, inference_mode=True).save_pretrained(str(out_dir))
     write_tensors(out_dir / WEIGHTS_NAME, {f"{_PREFIX}{name}": value for name, value in weights.items()})
     manifest.write(out_dir, sync_files(out_dir, ["adapter_config.json", WEIGHTS_NAME]))
 

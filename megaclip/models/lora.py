@@ -12,7 +12,7 @@ have linear layers.
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -27,21 +27,22 @@ from megaclip.open_clip_package import import_torchvision
 _BASE = ".base_layer."
 
 
-def add_adapters(
-    model: DualEncoder,
-    *,
-    rank: int,
-    alpha: float,
-    dropout: float,
-    targets: Sequence[str] | None,
-    towers: Sequence[str],
-    dora: bool,
-    rslora: bool,
-) -> list[str]:
+_PEFT_NAMES = {
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "dora": "use_dora",
+    "rslora": "use_rslora",
+}
+"""Settings of `megaclip.lora` and their names in `peft.LoraConfig`. `targets` and `towers` select the layers."""
+
+
+def add_adapters(model: DualEncoder, settings: Mapping[str, Any]) -> list[str]:
     """Add adapters to the linear layers in a model's blocks, and freeze everything else except the loss's scalars.
 
-    The values of A are drawn from torch's global seed; those of B are 0, so the features stay the same. The arguments
-    are the settings of `megaclip.lora`.
+    The values of A are drawn from torch's global seed; those of B are 0, so the features stay the same.
+
+    settings: all settings of `megaclip.lora`.
 
     Returns:
         the names of the layers.
@@ -49,8 +50,8 @@ def add_adapters(
     Raises:
         ConfigError: peft is not installed, or a tower has none of the layers.
     """
-    chosen: list[str] = []
-    for tower in towers:
+    chosen, targets = list[str](), settings["targets"]
+    for tower in settings["towers"]:
         layers = [name for name in _linear_layers(model) if name.startswith(TOWER_PREFIXES[tower])]
         kinds = sorted({name.rpartition(".")[2] for name in layers})
         if not layers:
@@ -64,7 +65,7 @@ def add_adapters(
                 f"they have {', '.join(kinds)}"
             )
         chosen += [name for name in layers if targets is None or name.rpartition(".")[2] in targets]
-    config = adapter_config(chosen, rank=rank, alpha=alpha, dropout=dropout, dora=dora, rslora=rslora)
+    config = adapter_config(chosen, settings)
     import_peft().inject_adapter_in_model(config, model, low_cpu_mem_usage=model.logit_scale.is_meta)
     for name in SCALARS:
         if (scalar := getattr(model, name)) is not None:
@@ -72,27 +73,10 @@ def add_adapters(
     return chosen
 
 
-def adapter_config(
-    layers: list[str],
-    *,
-    rank: int,
-    alpha: float,
-    dropout: float,
-    dora: bool,
-    rslora: bool,
-    inference_mode: bool = False,
-    **_: Any,
-) -> Any:
-    """Return `peft.LoraConfig` of adapters of these layers. Other settings of `megaclip.lora` are not used."""
-    return import_peft().LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
-        target_modules=layers,
-        use_dora=dora,
-        use_rslora=rslora,
-        inference_mode=inference_mode,
-    )
+def adapter_config(layers: list[str], settings: Mapping[str, Any], **options: Any) -> Any:
+    """Return `peft.LoraConfig` of adapters of these layers. settings: as for `add_adapters`. options: peft's own."""
+    own = {theirs: settings[name] for name, theirs in _PEFT_NAMES.items()}
+    return import_peft().LoraConfig(target_modules=layers, **own, **options)
 
 
 def _linear_layers(model: DualEncoder) -> list[str]:

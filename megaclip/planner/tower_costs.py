@@ -143,7 +143,7 @@ def _traced(
     if unlocked_groups is not None:
         (model.lock_image_tower if name == "image" else model.lock_text_tower)(unlocked_groups)
     if lora is not None:
-        add_adapters(model, **lora.model_dump())
+        add_adapters(model, lora.model_dump())
     if compute_bytes == 2:
         for parameter in model.parameters():  # as DeepSpeed casts a model: buffers stay
             parameter.data = parameter.data.bfloat16()

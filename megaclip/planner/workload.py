@@ -386,7 +386,7 @@ def tower_parameters(
     if text_unlocked is not None:
         model.lock_text_tower(text_unlocked)
     if lora is not None:
-        add_adapters(model, **lora.model_dump())
+        add_adapters(model, lora.model_dump())
 
     def sizes(tower: torch.nn.Module, trainable: bool) -> tuple[int, ...]:
         return tuple(

@@ -97,7 +97,7 @@ def build_engine(
     if (lora := config.megaclip.lora) is not None:
         model.base_sha256 = checksum_of(pretrained)
         torch.manual_seed(arguments.seed)
-        layers = add_adapters(model, **lora.model_dump())
+        layers = add_adapters(model, lora.model_dump())
         if config.zero_stage == 3:
             partition(module=model)  # the adapters: the other parameters are partitioned already
         logger.info(

@@ -154,7 +154,7 @@ def oracle(case: Case, folder: Path, rates: Rates = same_rates) -> Outcome:
         model.lock_text_tower(UNLOCKED_GROUPS[case.locked])
     if lora := dict(case.section).get("lora"):
         torch.manual_seed(SEED)
-        add_adapters(model, **LoraSettings(**lora).model_dump())
+        add_adapters(model, LoraSettings(**lora).model_dump())
     training = OracleTraining(case, rates=rates, model=model)
     outcome = training.train(lambda step: _features(model, case, step))
     outcome.statistics = statistics_of(model)

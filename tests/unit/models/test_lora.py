@@ -31,7 +31,7 @@ def test_towers_use_all_adapters_and_merged_weights_have_their_features(name, tm
     config = family(name, tmp_path)
     model = build_model(config).eval()
     weights = {key: value.clone() for key, value in model.named_weights().items()}
-    layers = add_adapters(model, **settings(rank=2))
+    layers = add_adapters(model, settings(rank=2))
     for prefix, expected in zip(("visual.", "text."), LAYERS[name], strict=True):
         assert {layer.rpartition(".")[2] for layer in layers if layer.startswith(prefix)} == expected
     assert {n for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n} <= {
@@ -78,7 +78,7 @@ def test_peft_reads_adapters_on_transformers_models(name, towers, tmp_path):
     card = read_model_card(tmp_path / "saved", towers=towers)
     model = assigned_model(card.config, read_weights(tmp_path / "saved", card.config))
     lora = settings(rank=3, rslora=True)
-    add_adapters(model, **lora)
+    add_adapters(model, lora)
     adapters = {key: p for key, p in model.named_parameters() if ".lora_" in key}
     for parameter in adapters.values():
         torch.nn.init.normal_(parameter, std=0.1)
@@ -97,9 +97,9 @@ def test_peft_reads_adapters_on_transformers_models(name, towers, tmp_path):
 def test_refusals(tmp_path):
     config = family("roberta", tmp_path)
     with pytest.raises(ConfigError, match=r"lora.targets 'q_proj': .* they have c_fc, c_proj$"):
-        add_adapters(build_model(config), **settings(targets=["q_proj"]))
+        add_adapters(build_model(config), settings(targets=["q_proj"]))
     with pytest.raises(ConfigError, match=r"lora.towers 'image': .* no linear layers"):
-        add_adapters(build_model(family("resnet", tmp_path)), **settings())
+        add_adapters(build_model(family("resnet", tmp_path)), settings())
 
 
 class _ReadsWeight(nn.Module):
@@ -118,6 +118,6 @@ def test_layers_that_a_tower_does_not_call_are_refused(tmp_path):
         model = build_model(family("siglip", tmp_path))
     for block in model.visual.get_submodule("trunk").blocks:
         block.attn.qkv = _ReadsWeight(block.attn.qkv)
-    add_adapters(model, **settings())
+    add_adapters(model, settings())
     with pytest.raises(ConfigError, match="reads the weights of its layers 'qkv' without calling the layers"):
         trace_tower(model.train(), "image", 8)
