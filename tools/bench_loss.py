@@ -1,14 +1,15 @@
-"""Measure time and memory of the contrastive losses on 1 to 4 GPUs, beside open_clip, Inf-CL and siglip-kernel.
+"""Measure time and memory of the contrastive losses, beside open_clip, DisCo-CLIP's scheme, Inf-CL and siglip-kernel.
 
     python tools/bench_loss.py --batch 32768 --embedding 512 1024
     torchrun --nproc_per_node 4 tools/bench_loss.py --batch 131072 --embedding 512
 
-A method whose package is not installed gets a line with the error. Columns of the table, one line per method:
+A method whose package is not installed, or that does not fit in memory, gets a line with the error. Columns of the
+table, one line per method:
 
     ms             forward + backward, median of calls without a pause between them, slowest rank
     alone          ms of a call that begins when the GPU has nothing to do and ends when it has finished, median
     extra MiB      peak allocation of a call, without features and their gradients
-    grad error     relative error of the image features' gradient against float32
+    grad error     relative error of the image features' gradient against float32, up to 262,144 samples
     TFLOP/s        8*b*B*D operations for InfoNCE, 6*b*B*D for the sigmoid loss, whatever the method computes
     8192^3         TFLOP/s of an 8192^3 bfloat16 product on the same GPU
     share          ratio of the two
@@ -22,7 +23,10 @@ second is that of another loss. Compare the kernels with and without ids in one 
 
     python tools/bench_loss.py --batch 32768 --embedding 512 1024 --methods megaclip "megaclip ids" "megaclip 1000 ids"
 
---batch is the global batch B. Each rank has b = B / ranks samples. --json writes the results to a file.
+Calls of more than half a second are measured twice, and calls of more than ten seconds once. --seconds leaves out
+methods whose calls would take longer, as estimated from a smaller batch of the same command.
+
+--batch is the global batch B. Each rank has b = B / ranks samples. --json writes each result when it is measured.
 """
 
 import argparse
@@ -42,6 +46,7 @@ import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from megaclip.comm.collectives import gather_rows, sum_over_ranks
 from megaclip.engine.process_group import start_process_group
 from megaclip.errors import first_line
 
@@ -50,6 +55,12 @@ TURN_SECONDS = 0.1
 LEAST_PER_TURN = 2
 MOST_PER_TURN = 100
 ALONE_REPEATS = 30
+LONG_S = 0.5
+"""Calls of more seconds are measured twice, and calls alone are not measured apart."""
+SINGLE_S = 10.0
+"""Calls of more seconds are measured once, without a warm-up if the method ran at a smaller batch before."""
+MOST_CHECKED = 2**18
+"""Largest batch whose gradient is compared: the comparison takes B^2 D operations in float32 on every rank."""
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # image, text, logit_scale, logit_bias -> loss
 
@@ -65,7 +76,7 @@ class Result:
     milliseconds: float
     alone_milliseconds: float
     extra_peak_mib: float
-    gradient_error: float
+    gradient_error: float | None
     tflops: float
     matmul_tflops: float
     share_of_matmul: float
@@ -101,6 +112,7 @@ def main() -> None:
     parser.add_argument(
         "--methods", nargs="+", help=("measure only these methods, or those whose names start with these words")
     )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="leave out methods whose calls take longer")
     parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -109,14 +121,11 @@ def main() -> None:
     methods = clip_methods(ranks) if options.loss == "clip" else siglip_methods(ranks)
     if options.methods:
         methods = selected(methods, options.methods)
-    results = []
+    record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, **vars(options)}
+    bench = Bench(methods, ranks, options, record)
     for batch in options.batch:
         for embedding in options.embedding:
-            results += benchmark(methods, batch, embedding, options.logit_scale, options.loss, ranks)
-    if options.json and ranks.rank == 0:
-        record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, **vars(options)}
-        record["results"] = [asdict(result) for result in results]
-        options.json.write_text(json.dumps(record, indent=1, default=str))
+            bench.measure_all(batch, embedding)
     dist.destroy_process_group()
 
 
@@ -131,41 +140,71 @@ def selected(methods: dict[str, Callable[[], Loss]], wanted: list[str]) -> dict[
     return {name: make for name, make in methods.items() if name in names}
 
 
-def benchmark(
-    methods: dict[str, Callable[[], Loss]], batch: int, embedding: int, scale: float, loss: str, ranks: Ranks
-) -> list[Result]:
-    """Measure all methods at one size, print a table line for each, and return the results."""
-    local = batch // ranks.size
-    x_all, y_all = (unit_features(batch, embedding, seed, ranks.device) for seed in (1, 2))
-    mine = slice(ranks.rank * local, (ranks.rank + 1) * local)
-    reference = {"clip": clip_gradient, "siglip": siglip_gradient}[loss](x_all, y_all, scale, mine)
-    x, y = x_all[mine].clone(), y_all[mine].clone()
-    del x_all, y_all
-    flops = (8 if loss == "clip" else 6) * local * batch * embedding
-    print_rank_0(ranks, f"\nB = {batch}, D = {embedding}, {ranks.size} rank(s), {loss}")
-    print_rank_0(
-        ranks,
-        f"{'method':34}{'ms':>9}{'alone':>9}{'extra MiB':>11}{'grad error':>12}{'TFLOP/s':>9}{'8192^3':>8}{'share':>7}",
-    )
-    results = []
-    for name, make in methods.items():
-        try:
-            run = make()
-            milliseconds, alone, machine, peak, error = measure(run, x, y, scale, reference, ranks)
-        except (ImportError, AttributeError, torch.OutOfMemoryError) as problem:
-            print_rank_0(ranks, f"{name:34} {type(problem).__name__}: {first_line(problem)[:70]}")
-            torch.cuda.empty_cache()
-            continue
-        tflops = flops / milliseconds / 1e9
-        result = Result(
-            *(name, batch, embedding, ranks.size, milliseconds, alone, peak, error),
-            *(tflops, machine, tflops / machine),
-        )
-        results.append(result)
-        figures = f"{milliseconds:9.2f}{alone:9.2f}{peak:11.0f}{error:12.1e}"
-        figures += f"{tflops:9.0f}{machine:8.0f}{tflops / machine:7.2f}"
-        print_rank_0(ranks, f"{name:34}{figures}")
-    return results
+class Bench:
+    """Measures all methods at one size after the other, prints a table, and writes each result to the record."""
+
+    def __init__(
+        self,
+        methods: dict[str, Callable[[], Loss]],
+        ranks: Ranks,
+        options: argparse.Namespace,
+        record: dict[str, Any],
+    ) -> None:
+        self.methods, self.ranks, self.options = methods, ranks, options
+        self.record = record | {"results": [], "failed": []}
+        self.last: dict[tuple[str, int], Result] = {}
+
+    def measure_all(self, batch: int, embedding: int) -> None:
+        """Measure all methods at one size."""
+        ranks, scale, loss = self.ranks, self.options.logit_scale, self.options.loss
+        local = batch // ranks.size
+        x_all, y_all = (unit_features(batch, embedding, seed, ranks.device) for seed in (1, 2))
+        mine = slice(ranks.rank * local, (ranks.rank + 1) * local)
+        reference = None
+        if batch <= MOST_CHECKED:
+            reference = {"clip": clip_gradient, "siglip": siglip_gradient}[loss](x_all, y_all, scale, mine)
+        x, y = x_all[mine].clone(), y_all[mine].clone()
+        del x_all, y_all
+        torch.cuda.empty_cache()
+        flops = (8 if loss == "clip" else 6) * local * batch * embedding
+        print_rank_0(ranks, f"\nB = {batch}, D = {embedding}, {ranks.size} rank(s), {loss}")
+        columns = f"{'ms':>9}{'alone':>9}{'extra MiB':>11}{'grad error':>12}{'TFLOP/s':>9}{'8192^3':>8}{'share':>7}"
+        print_rank_0(ranks, f"{'method':34}{columns}")
+        for name, make in self.methods.items():
+            last = self.last.get((name, embedding))
+            expected = last.milliseconds / 1000 * (batch / last.batch) ** 2 if last else 0.0
+            if expected > self.options.seconds:
+                self._fail(name, batch, embedding, f"left out: a call is expected to take {expected:.0f} s")
+                continue
+            try:
+                run = make()
+                figures = measure(run, x, y, scale, reference, ranks, warm_up=expected < SINGLE_S)
+            except (ImportError, AttributeError, torch.OutOfMemoryError) as problem:
+                self._fail(name, batch, embedding, f"{type(problem).__name__}: {first_line(problem)[:70]}")
+                torch.cuda.empty_cache()
+                continue
+            milliseconds, alone, machine, peak, error = figures
+            tflops = flops / milliseconds / 1e9
+            result = Result(
+                *(name, batch, embedding, ranks.size, milliseconds, alone, peak, error),
+                *(tflops, machine, tflops / machine),
+            )
+            self.last[name, embedding] = result
+            checked = f"{'-':>12}" if error is None else f"{error:12.1e}"
+            line = f"{milliseconds:9.2f}{alone:9.2f}{peak:11.0f}{checked}"
+            print_rank_0(ranks, f"{name:34}{line}{tflops:9.0f}{machine:8.0f}{tflops / machine:7.2f}")
+            self.record["results"].append(asdict(result))
+            self._write()
+
+    def _fail(self, name: str, batch: int, embedding: int, reason: str) -> None:
+        print_rank_0(self.ranks, f"{name:34} {reason}")
+        size = {"method": name, "batch": batch, "embedding": embedding, "ranks": self.ranks.size}
+        self.record["failed"].append(size | {"status": reason})
+        self._write()
+
+    def _write(self) -> None:
+        if self.options.json and self.ranks.rank == 0:
+            self.options.json.write_text(json.dumps(self.record, indent=1, default=str))
 
 
 def print_rank_0(ranks: Ranks, line: str) -> None:
@@ -175,8 +214,15 @@ def print_rank_0(ranks: Ranks, line: str) -> None:
 
 
 def measure(
-    run: Loss, x: Tensor, y: Tensor, scale: float, reference: Tensor, ranks: Ranks
-) -> tuple[float, float, float, float, float]:
+    run: Loss,
+    x: Tensor,
+    y: Tensor,
+    scale: float,
+    reference: Tensor | None,
+    ranks: Ranks,
+    *,
+    warm_up: bool,
+) -> tuple[float, float, float, float, float | None]:
     """Return both times in milliseconds, TFLOP/s of the product, extra peak MiB and the gradient error of `x`."""
     x, y = x.requires_grad_(), y.requires_grad_()
     logit_scale = torch.tensor(scale, device=x.device, requires_grad=True)
@@ -186,22 +232,35 @@ def measure(
         x.grad = y.grad = logit_scale.grad = logit_bias.grad = None
         run(x, y, logit_scale, logit_bias).backward()
 
-    step()
-    torch.cuda.synchronize()
-    assert x.grad is not None
-    # Gradients of other projects differ by a constant factor (the number of ranks), so compare up to a factor.
-    gradient = x.grad.double()
-    factor = (gradient * reference).sum() / (gradient * gradient).sum()
-    error = ((gradient * factor - reference).norm() / reference.norm()).item()
+    if warm_up:
+        step()
     x.grad = y.grad = None
+    torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    step()
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    milliseconds, machine = timed(step, ranks)
-    alone = timed_alone(step, ranks)
+    ranks.barrier()
+    once = seconds_of(step, ranks)
+    peak = ranks.largest((torch.cuda.max_memory_allocated() - before) / 2**20)
+    assert x.grad is not None
+    error = None
+    if reference is not None:
+        # Gradients of other projects differ by a constant factor (the number of ranks), so compare up to a factor.
+        gradient = x.grad.double()
+        factor = (gradient * reference).sum() / (gradient * gradient).sum()
+        error = ranks.largest(((gradient * factor - reference).norm() / reference.norm()).item())
+    milliseconds, machine = timed(step, once, ranks)
+    alone = milliseconds if once > LONG_S else timed_alone(step, ranks)
     x.grad = y.grad = None
-    return milliseconds, alone, machine, ranks.largest(peak), ranks.largest(error)
+    return milliseconds, alone, machine, peak, error
+
+
+def seconds_of(run: Callable[[], Any], ranks: Ranks) -> float:
+    """Return the seconds of one call, slowest rank."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return ranks.largest(time.perf_counter() - start)
 
 
 def timed_alone(step: Callable[[], Any], ranks: Ranks) -> float:
@@ -217,13 +276,24 @@ def timed_alone(step: Callable[[], Any], ranks: Ranks) -> float:
     return 1000 * ranks.largest(statistics.median(seconds))
 
 
-def timed(step: Callable[[], Any], ranks: Ranks) -> tuple[float, float]:
-    """Return the median milliseconds of a step (slowest rank) and TFLOP/s of the product that runs in turns with it."""
+def timed(step: Callable[[], Any], once: float, ranks: Ranks) -> tuple[float, float]:
+    """Return the median milliseconds of a step (slowest rank) and TFLOP/s of the product that runs in turns with it.
+
+    once: seconds of one step.
+    """
     a, b = (torch.randn(8192, 8192, device=ranks.device, dtype=torch.bfloat16) for _ in range(2))
-    runs = (step, lambda: a @ b)
-    turns = [repeats_per_turn(run, ranks) for run in runs]
+
+    def product() -> Tensor:
+        return a @ b
+
+    product()
+    runs, seconds = (step, product), (once, seconds_of(product, ranks))
+    turns = [min(MOST_PER_TURN, max(LEAST_PER_TURN, math.ceil(TURN_SECONDS / each))) for each in seconds]
+    rounds = ROUNDS
+    if once > LONG_S:
+        turns[0], rounds = 1, 0 if once > SINGLE_S else 2
     samples: tuple[list[Any], list[Any]] = ([], [])
-    for turn in range(ROUNDS):
+    for turn in range(rounds):
         for run, repeats, kept in zip(runs, turns, samples, strict=True):
             ranks.barrier()
             for _ in range(repeats):
@@ -231,24 +301,14 @@ def timed(step: Callable[[], Any], ranks: Ranks) -> tuple[float, float]:
                 begin.record()
                 run()
                 end.record()
-                if turn:
+                if turn or once > LONG_S:
                     kept.append((begin, end))
     torch.cuda.synchronize()
-    milliseconds, product = (
-        ranks.largest(statistics.median(begin.elapsed_time(end) for begin, end in kept)) for kept in samples
+    times = [[begin.elapsed_time(end) for begin, end in kept] for kept in samples]
+    milliseconds, product_ms = (
+        ranks.largest(statistics.median(kept or [1000 * each])) for kept, each in zip(times, seconds, strict=True)
     )
-    return milliseconds, 2 * 8192**3 / product / 1e9
-
-
-def repeats_per_turn(run: Callable[[], Any], ranks: Ranks) -> int:
-    """Return the number of runs in one turn, equal on every rank."""
-    run()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    once = ranks.largest(time.perf_counter() - start)
-    return min(MOST_PER_TURN, max(LEAST_PER_TURN, math.ceil(TURN_SECONDS / once)))
+    return milliseconds, 2 * 8192**3 / product_ms / 1e9
 
 
 def unit_features(count: int, embedding: int, seed: int, device: torch.device) -> Tensor:
@@ -319,6 +379,16 @@ def clip_methods(ranks: Ranks) -> dict[str, Callable[[], Loss]]:
         )
         return lambda x, y, scale, bias: loss(x, y, scale)
 
+    def disco_clip() -> Loss:
+        def run(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+            x_all, y_all = _DiscoGather.apply(x), _DiscoGather.apply(y)
+            mine = slice(ranks.rank * len(x), (ranks.rank + 1) * len(x))
+            labels = torch.arange(mine.start, mine.stop, device=x.device)
+            logits = scale * x_all[mine] @ y_all.T, scale * y_all[mine] @ x_all.T
+            return sum(F.cross_entropy(each, labels) for each in logits) / 2  # type: ignore[return-value]
+
+        return run
+
     def inf_cl() -> Loss:
         module = importlib.import_module("inf_cl")
         run = module.cal_inf_loss if ranks.size > 1 else module.cal_flash_loss
@@ -335,8 +405,26 @@ def clip_methods(ranks: Ranks) -> dict[str, Callable[[], Loss]]:
         **variants,
         "open_clip": open_clip,
         "open_clip compiled": compiled(open_clip),
+        "DisCo-CLIP": disco_clip,
         "Inf-CL": inf_cl,
     }
+
+
+class _DiscoGather(torch.autograd.Function):
+    """DisCo-CLIP's exchange (arXiv:2304.08480, section 3): features of all ranks, whose gradients are summed over them.
+
+    Both gradients have the features' dtype.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor) -> Tensor:
+        ctx.rows = len(features)
+        return gather_rows(features)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        first = dist.get_rank() * ctx.rows
+        return sum_over_ranks(gradients[0])[first : first + ctx.rows]
 
 
 def our_exchanges(ranks: Ranks) -> dict[str, dict[str, str]]:

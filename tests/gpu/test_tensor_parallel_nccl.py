@@ -1,9 +1,10 @@
-"""Tensor parallelism over NCCL in bfloat16: two GPUs as one replica follow one GPU, and stay equal for 200 steps.
+"""Tensor parallelism over NCCL in bfloat16: replicas of several GPUs follow one GPU, and stay equal for 200 steps.
 
 tests/distributed/test_tensor_parallel.py tests the arithmetic in float32 on gloo. These tests cover NCCL's ordering,
 streams and bfloat16 layers.
 """
 
+import functools
 import json
 import tempfile
 from pathlib import Path
@@ -76,11 +77,20 @@ def gpus(count: int) -> None:
         pytest.skip(f"requires {count} CUDA devices, this machine has {torch.cuda.device_count()}")
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_two_gpus_follow_one(stage: int) -> None:
-    gpus(2)
-    ((expected, norms, _),) = run_ranks(train, 1, 1, stage, 20, backend="nccl")
-    for losses, own_norms, equal in run_ranks(train, 2, 2, stage, 20, backend="nccl"):
+@functools.cache
+def of_one_gpu(stage: int) -> tuple[list[float], list[float]]:
+    ((losses, norms, _),) = run_ranks(train, 1, 1, stage, 20, backend="nccl")
+    return losses, norms
+
+
+CASES = [(2, 2, 1), (2, 2, 2), (4, 2, 1), (4, 4, 1)]
+
+
+@pytest.mark.parametrize(("ranks", "size", "stage"), CASES, ids=["{}_gpus_T{}_zero{}".format(*case) for case in CASES])
+def test_replicas_of_several_gpus_follow_one_gpu(ranks: int, size: int, stage: int) -> None:
+    gpus(ranks)
+    expected, norms = of_one_gpu(stage)
+    for losses, own_norms, equal in run_ranks(train, ranks, size, stage, 20, backend="nccl"):
         assert equal
         assert losses[0] == pytest.approx(expected[0], rel=2e-3)  # bfloat16 activations, summed in another order
         assert own_norms[0] == pytest.approx(norms[0], rel=2e-2)
