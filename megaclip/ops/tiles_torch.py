@@ -43,9 +43,9 @@ def tile_stats(
     """Return row (m,) and column (n,) log-sum-exp; see `megaclip.ops.tiles.tile_stats`."""
     row_lse = torch.full_like(row_scale, -math.inf)
     col_lse = torch.full_like(col_scale, -math.inf)
-    x, y = _operands(x, y, options.precision)
-    side = _tile_side(options.tile_budget_mib, _STATS_BUFFERS, row_lse.dtype)
-    with _tf32(options.precision == "tf32"):
+    x, y = operands(x, y, options.precision)
+    side = tile_side(options.tile_budget_mib, _STATS_BUFFERS, row_lse.dtype)
+    with tf32(options.precision == "tf32"):
         for rows, cols, left_out, s_mn in _similarities(x, y, diagonal, ids, side):
             row_mn = left_out.fill(s_mn * row_scale[rows, None], -math.inf)
             col_mn = left_out.fill(s_mn * col_scale[None, cols], -math.inf)
@@ -76,9 +76,9 @@ def tile_grads(
     """Return dx (m, D), dy (n, D), row_dot (m,) and col_dot (n,); see `megaclip.ops.tiles.tile_grads`."""
     dx, dy = _accumulators(x, y, row.scale, need_dx, need_dy, add_to)
     row_dot, col_dot = (torch.zeros_like(terms.scale) if need_dots else None for terms in (row, col))
-    x, y = _operands(x, y, options.precision)
-    side = _tile_side(options.tile_budget_mib, _GRADS_BUFFERS, row.scale.dtype)
-    with _tf32(options.precision == "tf32"):
+    x, y = operands(x, y, options.precision)
+    side = tile_side(options.tile_budget_mib, _GRADS_BUFFERS, row.scale.dtype)
+    with tf32(options.precision == "tf32"):
         for rows, cols, left_out, s_mn in _similarities(x, y, diagonal, ids, side):
             p_mn = _weights(s_mn, left_out, *(value[rows, None] for value in row))
             if limits is not None:
@@ -110,9 +110,9 @@ def tile_sigmoid(
     """Return row_loss, dx, dy, row_dot and row_sum; scale, bias (1,). See `megaclip.ops.tiles.tile_sigmoid`."""
     dx, dy = _accumulators(x, y, scale, need_dx, need_dy, add_to)
     row_loss, row_dot, row_sum = scale.new_zeros((3, len(x))).unbind()
-    x, y = _operands(x, y, options.precision)
-    side = _tile_side(options.tile_budget_mib, _GRADS_BUFFERS, scale.dtype)
-    with _tf32(options.precision == "tf32"):
+    x, y = operands(x, y, options.precision)
+    side = tile_side(options.tile_budget_mib, _GRADS_BUFFERS, scale.dtype)
+    with tf32(options.precision == "tf32"):
         for rows, cols, left_out, s_mn in _similarities(x, y, diagonal, ids, side):
             z_mn = left_out.fill(s_mn * scale + bias, -math.inf)
             row_loss[rows] += torch.nn.functional.softplus(z_mn, threshold=50).sum(1)
@@ -142,13 +142,13 @@ def _similarities(
     x: Tensor, y: Tensor, diagonal: int | None, ids: Ids | None, side: int
 ) -> Iterator[tuple[slice, slice, _LeftOut, Tensor]]:
     """Yield the row span, the column span, the entries to leave out and the similarities `s_mn` of every tile."""
-    for rows, cols in _tiles(len(x), len(y), side):
+    for rows, cols in tiles(len(x), len(y), side):
         offset = None if diagonal is None else diagonal + rows.start - cols.start
         equal_mn = None
         if ids is not None:
             row_ids, col_ids = ids[0][rows, None], ids[1][None, cols]
             equal_mn = (row_ids == col_ids).logical_or_(col_ids == NO_NEGATIVE)
-        yield rows, cols, _LeftOut(offset, equal_mn), _product(x[rows], y[cols].T)
+        yield rows, cols, _LeftOut(offset, equal_mn), product(x[rows], y[cols].T)
 
 
 def _accumulators(
@@ -167,9 +167,9 @@ def _add_products(
 ) -> None:
     """Add one tile's `P y` to dx and `P^T x` to dy."""
     if dx is not None:
-        dx[rows] += _product(p_mn, y[cols])
+        dx[rows] += product(p_mn, y[cols])
     if dy is not None:
-        dy[cols] += _product(p_mn.T, x[rows])
+        dy[cols] += product(p_mn.T, x[rows])
 
 
 def _weights(s_mn: Tensor, left_out: _LeftOut, scale: Tensor, shift: Tensor, weight: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def _weights(s_mn: Tensor, left_out: _LeftOut, scale: Tensor, shift: Tensor, wei
     return left_out.fill((s_mn * scale).sub_(shift).exp_().mul_(weight), 0.0)
 
 
-def _operands(x: Tensor, y: Tensor, precision: str) -> tuple[Tensor, Tensor]:
+def operands(x: Tensor, y: Tensor, precision: str) -> tuple[Tensor, Tensor]:
     """Return x and y in the dtype of their product, as the module docstring describes it."""
     if x.dtype == torch.float64:
         return x, y
@@ -187,7 +187,7 @@ def _operands(x: Tensor, y: Tensor, precision: str) -> tuple[Tensor, Tensor]:
     return x.float(), y.float()
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b, accumulated in float32 (float64 for float64)."""
     if a.dtype == torch.bfloat16:
         return torch.mm(a, b, out_dtype=torch.float32)
@@ -195,7 +195,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
+def tf32(allowed: bool) -> Iterator[None]:
     """Set whether CUDA products may use TF32, and restore the setting of the process at the end."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = allowed
@@ -205,13 +205,13 @@ def _tf32(allowed: bool) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def _tile_side(tile_budget_mib: float, buffers: int, dtype: torch.dtype) -> int:
+def tile_side(tile_budget_mib: float, buffers: int, dtype: torch.dtype) -> int:
     """Return the side of a square tile whose buffers fit the budget: at least 1, a multiple of 64 from 64 on."""
     side = math.isqrt(int(tile_budget_mib * 2**20) // (buffers * dtype.itemsize))
     return max(1, side if side < 64 else side // 64 * 64)
 
 
-def _tiles(m: int, n: int, side: int) -> Iterator[tuple[slice, slice]]:
+def tiles(m: int, n: int, side: int) -> Iterator[tuple[slice, slice]]:
     """Yield the row and column spans of all tiles, row by row. If one side is short, tiles are longer on the other."""
     row_side = min(m, side)
     col_side = min(n, side * side // max(row_side, 1))

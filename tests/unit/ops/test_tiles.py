@@ -168,10 +168,10 @@ def test_nothing_is_recorded_for_autograd_and_autocast_is_ignored() -> None:
 
 @pytest.mark.parametrize("budget_mib", [0.001, 0.01, 1])
 def test_tiles_cover_everything_once_and_stay_within_the_budget(budget_mib: float) -> None:
-    side = tiles_torch._tile_side(budget_mib, 4, torch.float32)
+    side = tiles_torch.tile_side(budget_mib, 4, torch.float32)
     for m, n in ((1, 1), (1000, 3), (3, 1000), (333, 777), (0, 5)):
         counts = torch.zeros(m, n)
-        for down, across in tiles_torch._tiles(m, n, side):
+        for down, across in tiles_torch.tiles(m, n, side):
             counts[down, across] += 1
             assert (down.stop - down.start) * (across.stop - across.start) * 4 * 4 <= budget_mib * 2**20
         assert (counts == 1).all()
