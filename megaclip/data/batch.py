@@ -9,8 +9,10 @@ import bisect
 import dataclasses
 import hashlib
 import itertools
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 PADDING_ID = -1
 """Id of a padding row of an evaluation batch. Training batches have no such rows."""
@@ -66,6 +68,9 @@ class RawSample:
     shares: tuple[tuple[WeightedKey, int], ...] = ()
     """As in `Captions`."""
 
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Extra fields by name: the bytes of a member or the cell of a table; None where it is missing."""
+
     @property
     def lines(self) -> list[str]:
         """Captions on the lines of `caption`, without empty ones."""
@@ -76,13 +81,18 @@ class RawSample:
         """Signed 64-bit digest of the image file. Equal files are equal images."""
         return digest(self.image)
 
-    def caption_of(self, seed: int, epoch: int, sample_id: int) -> str:
-        """Return the caption that training takes in this epoch, by (seed, epoch, id) only.
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The captions of which training takes one."""
+        return self.alternatives or (self.caption,)
+
+    def caption_number(self, seed: int, epoch: int, sample_id: int) -> int:
+        """Return the number of the caption, in `texts`, that training takes in this epoch, by (seed, epoch, id) only.
 
         Of several keys, one is drawn by the weights of those that the sample has, or they are taken in turn. Of several
         captions under a key, each epoch takes the next one.
         """
-        texts, turn = self.alternatives or (self.caption,), epoch + sample_id
+        first, count, turn = 0, len(self.texts), epoch + sample_id
         if len(self.shares) > 1:
             weights = [key.weight for key, _ in self.shares if key.weight is not None]
             if weights:
@@ -91,9 +101,8 @@ class RawSample:
                 number = bisect.bisect_right(ends[:-1], drawn * ends[-1])
             else:
                 turn, number = divmod(turn, len(self.shares))
-            first = sum(count for _, count in self.shares[:number])
-            texts = texts[first : first + self.shares[number][1]]
-        return texts[turn % len(texts)]
+            first, count = sum(count for _, count in self.shares[:number]), self.shares[number][1]
+        return first + turn % count
 
     @classmethod
     def of(cls, image: bytes, captions: Captions, key: str) -> RawSample:
@@ -110,7 +119,7 @@ def digest(content: bytes) -> int:
 class _Tensors:
     def pin_memory(self):
         """Return a copy in page-locked memory."""
-        return type(self)(**{name: tensor.pin_memory() for name, tensor in vars(self).items()})
+        return type(self)(**tree_map(torch.Tensor.pin_memory, vars(self)))
 
 
 @dataclasses.dataclass
@@ -129,6 +138,8 @@ class TrainBatch(Batch):
 
     pair_ids: torch.Tensor
     """Ids (b,) int64 by which megaclip.same_ids recognises equal pairs: digests of what --id-key names."""
+    fields: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """Extra fields of the samples, (b, ...) each."""
 
 
 @dataclasses.dataclass

@@ -133,28 +133,33 @@ class ImageTransform:
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
             raise ConfigError(f"the scale of the random crop is {self.scale}; use 0 < low <= high <= 1")
 
-    def __call__(self, content: bytes, *, seeds: tuple[int, int, int] = (0, 0, 0)) -> torch.Tensor:
+    def __call__(
+        self, content: bytes, *, seeds: tuple[int, int, int] = (0, 0, 0), crop: np.ndarray | None = None
+    ) -> torch.Tensor:
         """Decode and transform one image file. seeds: (seed, epoch, id), for the crop in training. Raises BadSample.
 
+        crop: left, top, width and height as shares of the image's size, instead of a random crop.
         The pixels are a view of (size, size, 3) in memory, so that they are moved once, when the batch is filled.
         """
-        pixels = self.prepare(content, seeds, gpu_bytes=0)
+        pixels = self.prepare(content, seeds, gpu_bytes=0, crop=crop)
         assert isinstance(pixels, torch.Tensor)  # no file has 0 bytes
         return pixels
 
-    def prepare(self, content: bytes, seeds: tuple[int, int, int], *, gpu_bytes: int) -> torch.Tensor | JpegCrop:
+    def prepare(
+        self, content: bytes, seeds: tuple[int, int, int], *, gpu_bytes: int, crop: np.ndarray | None = None
+    ) -> torch.Tensor | JpegCrop:
         """Return the crop of a file that a GPU decodes, or else the pixels, as `__call__` does. Raises BadSample.
 
         gpu_bytes: size of the largest file that is left to the GPU.
         """
         try:
             image = eight_bit(open_image(content))
-            if not self.training:
+            if not self.training and crop is None:
                 return self._resize_and_crop(image)
-            box = random_box(image.size, self.scale, _generator(seeds))
+            box = random_box(image.size, self.scale, _generator(seeds)) if crop is None else box_of(image.size, crop)
             if len(content) <= gpu_bytes and _is_for_gpu(image, content):
                 return JpegCrop(len(content), image.size, box)
-            return self._random_crop(image, content, box)
+            return self._crop(image, content, box)
         except BadSample:
             raise
         except Exception as error:  # Pillow's decoders raise exceptions of many types for damaged files
@@ -172,7 +177,7 @@ class ImageTransform:
         """
         return compute(pixels, *_constants(self.mean, self.std, pixels.device), dtype)
 
-    def _random_crop(self, image: Image.Image, content: bytes, box: tuple[int, int, int, int]) -> torch.Tensor:
+    def _crop(self, image: Image.Image, content: bytes, box: tuple[int, int, int, int]) -> torch.Tensor:
         full, (left, top, width, height) = image.size, box
         # Draft mode decodes JPEG at 1/2, 1/4 or 1/8 of the size, here never below the size that the crop needs.
         image.draft("RGB", (math.ceil(self.size * full[0] / width), math.ceil(self.size * full[1] / height)))
@@ -307,6 +312,15 @@ def _generator(seeds: tuple[int, int, int]) -> np.random.Generator:
     """
     seed, epoch, sample_id = seeds
     return np.random.Generator(np.random.Philox(key=(seed % 2**32) << 96 | (epoch % 2**32) << 64 | sample_id))
+
+
+def box_of(size: tuple[int, int], crop: np.ndarray) -> tuple[int, int, int, int]:
+    """Return left, top, width and height in pixels of a stored crop. Raises BadSample if it is not in the image."""
+    shares = [float(share) for share in crop]
+    left, top, width, height = (round(share * side) for share, side in zip(shares, (*size, *size), strict=True))
+    if min(shares) < 0 or min(width, height) < 1 or left + width > size[0] + 1 or top + height > size[1] + 1:
+        raise BadSample("crop outside of the image", f"{shares} of {size[0]} x {size[1]} pixels")
+    return left, top, min(width, size[0] - left), min(height, size[1] - top)
 
 
 def random_box(

@@ -125,6 +125,7 @@ class TrainLoader:
         """Decoder of the steps that no worker has begun. It may be set while another thread reads."""
         self._pin_memory = pin_memory
         self._rank, self._world_size = rank, world_size
+        self.fields = dataset.fields
         self._taken = 0
         self._has_told = dataset.id_key == "image"  # equal images are then known to the loss
         self._log = BadSampleLog(max_bad_fraction, "a substitute is used", "--max-bad-fraction")
@@ -168,16 +169,16 @@ class TrainLoader:
         slot = self._reading % len(self.slots)
         self._reading += 1
         images, files, for_gpu = self.slots[slot], list[tuple[int, JpegCrop]](), False
-        read, tokens, pair_ids = set[tuple[int, int]](), list[Tensor](), list[Tensor]()
+        read, parts = set[tuple[int, int]](), list[TrainBatch]()
         for rows in self._parts:
             part = next(self._batches)
-            rows_of_part = self._admitted(part)
-            tokens.append(rows_of_part.tokens)
-            pair_ids.append(rows_of_part.pair_ids)
+            parts.append(self._admitted(part))
             read |= part.images
             files += [(rows.start + row, crop) for row, crop in part.encoded or ()]
             for_gpu |= part.encoded is not None
-        batch = TrainBatch(images, torch.cat(tokens), torch.cat(pair_ids))
+        tokens, pair_ids = (torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "pair_ids"))
+        fields = {name: torch.cat([part.fields[name] for part in parts]) for name in self.fields}
+        batch = TrainBatch(images, tokens, pair_ids, fields)
         if for_gpu:
             self._decode(batch, files, slot)
         self._warn_of_equal_images(read)
@@ -217,6 +218,8 @@ class TrainLoader:
             item = (self.samples_consumed, self._readings[self._taken], slice(row, row + 1), slot, False)
             again = self._admitted(self._load(item))
             batch.tokens[row], batch.pair_ids[row] = again.tokens[0], again.pair_ids[0]
+            for name, values in again.fields.items():
+                batch.fields[name][row] = values[0]
 
     def _schedule(self, samples_consumed: int) -> Iterator[tuple[int, int, slice, int, bool]]:
         """Yield work items without end: (position where the step begins, micro-batch of the step, rows, slot, whether a

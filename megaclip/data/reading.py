@@ -29,6 +29,7 @@ from megaclip.data.batch import (
 )
 from megaclip.data.captions import empty_caption, is_blank
 from megaclip.data.feature_cache import CachedFeatures
+from megaclip.data.fields import CROP, draw, stacked
 from megaclip.data.images import ImageTransform, JpegCrop
 from megaclip.data.sources import PairDataset
 from megaclip.data.tokenizers import Tokenizer
@@ -116,6 +117,7 @@ class TrainReader:
         """
         encoded = list[tuple[int, JpegCrop]]()
         captions, pair_ids, bad_samples = list[str](), list[int](), list[BadSampleReport]()
+        fields = list[dict[str, np.ndarray]]()
         digests = set[tuple[int, int]]()
         for row, (sample_id, epoch) in enumerate(zip(ids.tolist(), epochs.tolist(), strict=True)):
             try:
@@ -137,52 +139,68 @@ class TrainReader:
             captions.append(pair[1])
             digests.add(pair[2])
             pair_ids.append(pair[3])
-        batch = TrainBatch(images, self._tokenizer(captions), torch.tensor(pair_ids))
+            fields.append(pair[4])
+        more = stacked(self._dataset.fields, fields)
+        batch = TrainBatch(images, self._tokenizer(captions), torch.tensor(pair_ids), more)
         return Loaded(
             batch, bad_samples, len(ids) + len(bad_samples), images=digests, encoded=encoded if for_gpu else None
         )
 
     def _read_or_substitute(
         self, sample_id: int, epoch: int, target: torch.Tensor, for_gpu: bool, bad_samples: list[BadSampleReport]
-    ) -> tuple[JpegCrop | None, str, tuple[int, int], int] | None:
+    ) -> tuple[JpegCrop | None, str, tuple[int, int], int, dict[str, np.ndarray]] | None:
         """Write an image into `target`. Return its crop if that is a file for the GPU, its caption, its digest with its
-        row in the dataset, and the pair's id; or None if all are bad."""
+        row in the dataset, the pair's id and its fields; or None if all are bad."""
         first, count = self._dataset.siblings(sample_id)
         for candidate in itertools.chain([sample_id], _substitutes(self._seed, sample_id, first, count)):
             note_row(candidate)
             try:
-                raw, crop = self._read(candidate, (self._seed, epoch, sample_id), target, for_gpu)
-                caption = raw.caption_of(self._seed, epoch, sample_id)
+                seeds = (self._seed, epoch, sample_id)
+                raw = self._read(candidate)
+                number, fields = raw.caption_number(*seeds), self._dataset.fields
+                drawn = draw(fields, raw.fields, raw.key, seeds=seeds, caption=number, of=len(raw.texts))
+                crop = self._write(raw, seeds, drawn.get(CROP), target, for_gpu)
+                caption = raw.texts[number]
                 # A part of the bytes identifies a file, and a digest of all of them would take longer than the crop.
                 image_id = digest(raw.image[:: 1 + len(raw.image) // 4096])
-                return crop, caption, (image_id, candidate), _pair_id(raw, caption, self._dataset.id_key)
+                return crop, caption, (image_id, candidate), _pair_id(raw, caption, self._dataset.id_key), drawn
             except BadSample as bad:
                 # Substitutes are drawn uniformly, so counting the bad ones does not bias the rate.
                 bad_samples.append(BadSampleReport(bad.kind, bad.detail, self._dataset.shard_name(candidate)))
         return None
 
-    def _read(
-        self, sample_id: int, seeds: tuple[int, int, int], target: torch.Tensor, for_gpu: bool
-    ) -> tuple[RawSample, JpegCrop | None]:
-        """Return a pair, and the crop of its file if that is for the GPU. Raises BadSample.
-
-        The file, the pixels or the bytes of the features are written into `target`.
-        """
+    def _read(self, sample_id: int) -> RawSample:
+        """Return a pair, with the bytes of its features as its image if they replace the images. Raises BadSample."""
         if self._features is None:
             raw = self._dataset.read(sample_id)
-            check_caption(raw)
-            with _named(raw):
-                image = self._transform.prepare(raw.image, seeds, gpu_bytes=target.numel() if for_gpu else 0)
-            if isinstance(image, JpegCrop):
-                target.view(-1)[: image.nbytes] = torch.frombuffer(bytearray(raw.image), dtype=torch.uint8)
-                return raw, image
-            target.copy_(image)
-            return raw, None
-        row = self._features.read(sample_id)
-        raw = RawSample.of(row.tobytes(), self._dataset.captions(sample_id), f"sample {sample_id}")
+        else:
+            content = self._features.read(sample_id).tobytes()
+            raw = RawSample.of(content, self._dataset.captions(sample_id), f"sample {sample_id}")
         check_caption(raw)
-        target.copy_(torch.from_numpy(row))
-        return raw, None
+        return raw
+
+    def _write(
+        self,
+        raw: RawSample,
+        seeds: tuple[int, int, int],
+        box: np.ndarray | None,
+        target: torch.Tensor,
+        for_gpu: bool,
+    ) -> JpegCrop | None:
+        """Write the file, the pixels or the bytes of the features into `target`. Raises BadSample.
+
+        Return the crop of the file if that is for the GPU. box: replaces the random crop.
+        """
+        crop: JpegCrop | None = None
+        if self._features is None:
+            with _named(raw):
+                image = self._transform.prepare(raw.image, seeds, gpu_bytes=target.numel() if for_gpu else 0, crop=box)
+            if isinstance(image, torch.Tensor):
+                target.copy_(image)
+                return None
+            crop = image
+        target.view(-1)[: len(raw.image)] = torch.frombuffer(bytearray(raw.image), dtype=torch.uint8)
+        return crop
 
 
 def _unreadable(

@@ -17,8 +17,8 @@ from megaclip.logging import get_logger
 
 DEFAULT_MAX_BAD_FRACTION = 0.01
 """Largest fraction of bad samples in evaluations and in loaders outside a run. A run has --max-bad-fraction."""
-MAX_BYTES = {"image": 256 << 20, "caption": 1 << 20}
-"""Largest size of an image file, and of a text file, a JSON file or a caption in a table."""
+MAX_BYTES = {"image": 256 << 20, "caption": 1 << 20, "field": 64 << 20}
+"""Largest size of an image file, of a text file, a JSON file or a caption in a table, and of an extra field."""
 
 
 HIDDEN = "hidden files"
@@ -52,6 +52,8 @@ class ReadingOptions:
     """Folder to which the image paths in tables are relative. Default: the table's, or else the working directory."""
     id_column: str | None = None
     """Column of a table with the ids of the pairs."""
+    field_keys: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Extra fields: name -> column of a table, or extension of a member of a tar shard."""
 
 
 @dataclasses.dataclass

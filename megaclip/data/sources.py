@@ -14,7 +14,7 @@ import itertools
 import os
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 
 from megaclip.data.batch import Captions, RawSample
 from megaclip.data.captions import JSON, TEXT_EXTENSIONS, CaptionKeys, weighted_keys
+from megaclip.data.fields import Field
 from megaclip.data.image_folder import ImageFolder, walk_folder
 from megaclip.data.images import IMAGE_EXTENSIONS, is_image_name
 from megaclip.data.order import MixtureOrder, SampleOrder, block_quotas, mixture_batches
@@ -69,6 +70,8 @@ class PairDataset:
         """[key, weight] of each key of --caption-key, if there are several."""
         self.id_key = "caption"
         """What makes two pairs equal: "caption", "image" (its file), or a column of ids, as for `open_pairs`."""
+        self.fields: dict[str, Field] = {}
+        """Extra fields of every sample, by name."""
         if self.weights:
             block_quotas(self.weights)
         self._shard_sizes = [source.shard_sizes for source in sources]
@@ -119,7 +122,7 @@ class PairDataset:
             )
         kept = [np.flatnonzero(~rows) for rows in held_out]
         training = PairDataset(self._sources, self.weights, rows=kept, part=f" {fraction:g}")
-        training.id_key, training.caption_keys = self.id_key, self.caption_keys
+        training.id_key, training.caption_keys, training.fields = self.id_key, self.caption_keys, self.fields
         return training, PairDataset(self._sources, rows=list(map(np.flatnonzero, held_out)), part=f" {fraction:g}")
 
     def order(self, batch: int, *, seed: int, shard_order: str = "shuffled") -> SampleOrder | MixtureOrder:
@@ -214,6 +217,7 @@ def open_pairs(
     image_root: str | None = None,
     id_key: str = "caption",
     max_bad_fraction: float | None = None,
+    fields: Mapping[str, Field] | None = None,
 ) -> PairDataset:
     """Open training or validation pairs, and log how much of each source is in samples, and what is left out.
 
@@ -224,6 +228,7 @@ def open_pairs(
     dataset_type, image_key, caption_key, image_root: `ReadingOptions` describes them.
     id_key: "caption", "image" or the column of a table: pairs with the same one have the same id.
     max_bad_fraction: largest fraction of possible samples that are left out. Default: DEFAULT_MAX_BAD_FRACTION.
+    fields: extra fields of every sample, by name.
     Raises DataError if files are missing or cannot be read, or if too many possible samples are left out.
     """
     if not specs:
@@ -233,12 +238,14 @@ def open_pairs(
     if image_root is not None and not os.path.isdir(image_root):
         raise DataError(f"--image-root {image_root!r} is not a folder; give the folder of the images")
     id_column = None if id_key in ("caption", "image") else id_key
-    options = ReadingOptions(dataset_type, image_key, caption_key, image_root, id_column)
+    fields = dict(fields or {})
+    keys_of_fields = {name: field.key for name, field in fields.items()}
+    options = ReadingOptions(dataset_type, image_key, caption_key, image_root, id_column, keys_of_fields)
     sources = [_open_readable(spec, options) for spec in specs]
     for spec, source in zip(specs, sources, strict=True):
         source.account.report(f"data {public(spec)!r}", len(source), max_bad_fraction)
     dataset = PairDataset(sources, weights)
-    dataset.id_key, keys = id_key, weighted_keys(caption_key)
+    dataset.id_key, dataset.fields, keys = id_key, fields, weighted_keys(caption_key)
     dataset.caption_keys = [[key.name, key.weight] for key in keys] if len(keys) > 1 else []
     return dataset
 
@@ -343,7 +350,13 @@ def _open_source(spec: str, options: ReadingOptions) -> Source:
         if both := {*extensions} & {extension for key in keys for extension in key.extensions}:
             raise DataError(f"--image-key and --caption-key both name {', '.join(sorted(both))}; set different ones")
         if kind == "webdataset":
-            source = TarShards(files or paths, image_extensions=extensions, caption_keys=keys)
+            members = {name: Field(key).extension for name, key in options.field_keys.items()}
+            source = TarShards(files or paths, image_extensions=extensions, caption_keys=keys, field_extensions=members)
+        elif options.field_keys:
+            raise DataError(
+                f"data {spec!r} is an image folder without a table, which has no extra fields such as "
+                f"{next(iter(options.field_keys.values()))}, and the objective requires them; use tar shards or a table"
+            )
         else:
             source = ImageFolder(paths[0], image_extensions=extensions, caption_keys=keys)
     captioned = {stem for stem, end in map(os.path.splitext, beside) if end[1:].lower() in (*TEXT_EXTENSIONS, JSON)}

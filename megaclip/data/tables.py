@@ -29,6 +29,7 @@ from megaclip.data.text_tables import (
     IMAGE_COLUMNS,
     TextTable,
     caption_columns,
+    field_columns,
     find_column,
     open_text_tables,
 )
@@ -72,6 +73,7 @@ class Table:
             else [find_column(names, key.name, CAPTION_COLUMNS, "caption", name) for key in self._keys]
         )
         self._id = options.id_column and find_column(names, options.id_column, (), "id", name)
+        self._fields = {name: find_column(names, key, (), "field", name) for name, key in options.field_keys.items()}
         self._columns = text.columns if text else {"image": self._image, "caption": ", ".join(self._captions)}
         self._image_root, self._ends = options.image_root, np.cumsum(rows)
         # A saved dataset may have the format of NumPy or another library, in which a list is not a Python list.
@@ -90,7 +92,9 @@ class Table:
                     f"data {name!r}: the captions in column {column} are of type {dtype}, and their text is not "
                     "known; store them as text"
                 )
-        self._rows = dataset.select_columns(list({self._image, *self._captions, self._id or self._image}))
+        self._rows = dataset.select_columns(
+            list({self._image, *self._captions, self._id or self._image, *self._fields.values()})
+        )
         self._only_captions = dataset.select_columns(self._captions)
         self.shard_sizes = runs_of_rows(len(dataset))
         self.account = text.account if text else Account("rows", sum(rows) or len(dataset), len(dataset))
@@ -177,12 +181,14 @@ class Table:
         path = cell.get("path") if isinstance(cell, dict) else cell
         if isinstance(path, str):
             key += f" ({shortened(path)})"
+        fields = {name: record[column] for name, column in self._fields.items()}
+        sample = dataclasses.replace(RawSample.of(image, captions, key), fields=fields)
         if self._id is None:
-            return RawSample.of(image, captions, key)
+            return sample
         found = record[self._id]
         if found is None or found in ("", b"") or found != found:  # NaN
             raise BadSample("missing id", f"{key}: the cell of --id-key is empty")
-        return dataclasses.replace(RawSample.of(image, captions, key), id_cell=str(found))
+        return dataclasses.replace(sample, id_cell=str(found))
 
     def captions(self, row: int) -> Captions:
         """Return only the captions of a sample. Raises BadSample."""
@@ -263,7 +269,8 @@ def open_table(paths: Sequence[str], kind: str, options: ReadingOptions) -> Tabl
         text = open_text_tables(paths, options)
         dataset = datasets.Dataset.from_file(str(text.path))
         id_column = options.id_column and "id"
-        options = dataclasses.replace(options, image_key="image", id_column=id_column)
+        fields = dict(zip(options.field_keys, field_columns(len(options.field_keys)), strict=True))
+        options = dataclasses.replace(options, image_key="image", id_column=id_column, field_keys=fields)
         return Table(dataset, name, kind, options, files=paths, rows=text.rows, text=text)
     rows = list(map(_parquet_rows, paths))
     # `datasets` treats file names as patterns, and fails for most files without rows.

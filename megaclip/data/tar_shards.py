@@ -17,7 +17,7 @@ import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,9 @@ class TarShards:
         *,
         image_extensions: Sequence[str] = (),
         caption_keys: Sequence[CaptionKeys] = (TEXT_FILES,),
+        field_extensions: Mapping[str, str] | None = None,
     ) -> None:
-        """paths: all local, or all remote.
+        """paths: all local, or all remote. field_extensions: name -> extension of the members with an extra field.
 
         image_extensions: extensions of the images. Default: IMAGE_EXTENSIONS, and others are read by content.
         """
@@ -70,8 +71,13 @@ class TarShards:
         """The shards, if they are remote."""
         self._paths: Sequence[RemoteFile] | Sequence[Path] = files or [Path(str(path)).absolute() for path in paths]
         self._image_extensions, self._keys = tuple(image_extensions or IMAGE_EXTENSIONS), caption_keys
-        by_content, extensions = not image_extensions, [keys.extensions for keys in caption_keys]
-        self._index, description = _open_index(self._paths, self._image_extensions, extensions, by_content)
+        self._fields = dict(field_extensions or {})
+        extensions = [
+            *(keys.extensions for keys in caption_keys),
+            *((extension,) for extension in self._fields.values()),
+        ]
+        by_content, walked = not image_extensions, (self._image_extensions, extensions)
+        self._index, description = _open_index(self._paths, *walked, by_content, len(self._fields))
         self.shards: list[dict[str, Any]] = description["shards"]
         self.shard_sizes = np.array([shard["samples"] for shard in self.shards], dtype=np.int64)
         self._ends = np.cumsum(self.shard_sizes)
@@ -119,7 +125,7 @@ class TarShards:
         images, captions = Counter[str](), Counter[str]()
         for shard in self.shards:
             images.update({f".{extension}": count for extension, count in shard["images"].items()})
-            for keys, counts in zip(self._keys, shard["captions"], strict=True):
+            for keys, counts in zip(self._keys, shard["captions"], strict=False):
                 captions.update({keys.name(extension): count for extension, count in counts.items()})
         return {"image": counted(images), "caption": counted(captions)}
 
@@ -141,7 +147,8 @@ class TarShards:
         entry = self._entries[row]
         key = f"{self._paths[shard].name}/{entry['key'].decode('utf-8', 'replace')}"
         image = self._member(shard, int(entry["image_offset"]), int(entry["image_size"]), "image", key)
-        return RawSample.of(image, self._captions(shard, entry, key), key)
+        sample = RawSample.of(image, self._captions(shard, entry, key), key)
+        return dataclasses.replace(sample, fields=self._field_contents(shard, entry, key)) if self._fields else sample
 
     def captions(self, row: int) -> Captions:
         """Return only the captions of a sample. Raises BadSample."""
@@ -157,6 +164,12 @@ class TarShards:
             return keys.decode(content, keys.extensions[entry["caption_extension"][number]], key)
 
         return captions_of([keys.key for keys in self._keys], read)
+
+    def _field_contents(self, shard: int, entry: np.void, key: str) -> dict[str, bytes | None]:
+        places = zip(entry["caption_offset"].tolist(), entry["caption_size"].tolist(), strict=True)
+        own = list(places)[len(self._keys) :]
+        contents = {place: None if place[1] == MISSING else self._member(shard, *place, "field", key) for place in own}
+        return {name: contents[place] for name, place in zip(self._fields, own, strict=True)}
 
     def _shard_of(self, row: int) -> int:
         return int(np.searchsorted(self._ends, row, side="right"))
@@ -206,6 +219,9 @@ class TarShards:
         for number, keys in enumerate(self._keys):
             present = any(shard["captions"][number] for shard in self.shards)
             wanted.append(("caption", "a caption", keys.extensions, present))
+        for number, (name, extension) in enumerate(self._fields.items(), start=len(self._keys)):
+            present = any(shard["captions"][number] for shard in self.shards)
+            wanted.append(("field", f"the field {name}", (extension,), present))
         for what, named, extensions, present in wanted:
             if not present:
                 raise DataError(
@@ -254,13 +270,15 @@ def _open_index(
     image_extensions: tuple[str, ...],
     caption_extensions: Sequence[Sequence[str]],
     by_content: bool,
+    fields: int,
 ) -> tuple[Path, dict[str, Any]]:
     """Return the path of the .npy file of these shards' index, and its description. Makes it if there is none."""
 
     def make(index: Path, names: list[str], sizes: list[int]) -> dict[str, Any]:
-        return _write_index(index, _walk_all(paths, image_extensions, caption_extensions, by_content), names, sizes)
+        contents = _walk_all(paths, image_extensions, caption_extensions, by_content, fields)
+        return _write_index(index, contents, names, sizes)
 
-    settings = [_FORMAT, image_extensions, caption_extensions, by_content]
+    settings = [_FORMAT, image_extensions, caption_extensions, by_content, *([fields] if fields else [])]
     return open_index(paths, settings, ".npy", make=make)
 
 
@@ -269,13 +287,14 @@ def _walk_all(
     image_extensions: tuple[str, ...],
     caption_extensions: Sequence[Sequence[str]],
     by_content: bool,
+    fields: int,
 ) -> list[ShardContents]:
     """Walk every shard, in threads, which hide the latency of remote disks. Parsing is not parallel."""
     began = time.monotonic()
 
     def walk(path: Path | RemoteFile) -> ShardContents:
         with reading(path):
-            return walk_shard(path, image_extensions, caption_extensions, by_content=by_content)
+            return walk_shard(path, image_extensions, caption_extensions, by_content=by_content, fields=fields)
 
     with concurrent.futures.ThreadPoolExecutor(THREADS if isinstance(paths[0], RemoteFile) else 4) as pool:
         contents = list(pool.map(walk, paths))

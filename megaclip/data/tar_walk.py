@@ -89,11 +89,13 @@ def walk_shard(
     extensions_by_key: Sequence[Sequence[str]],
     *,
     by_content: bool = False,
+    fields: int = 0,
 ) -> ShardContents:
     """Index one shard.
 
     Extensions are lower-case and without a dot. The first one that a sample has is used.
-    extensions_by_key: those of the captions, for each key of --caption-key.
+    extensions_by_key: those of the captions, for each key of --caption-key, and then those of extra fields.
+    fields: number of extra fields.
     by_content: recognise images with other extensions by their first bytes, in samples without an image.
     """
     samples: dict[bytes, dict[str, tuple[int, int]]] = {}
@@ -169,7 +171,7 @@ def walk_shard(
         for spare in members.keys() - used:
             account.leave_out(SPARE, _shown(key + b"." + spare.encode()))
         account.in_samples += len(used)
-        without_caption += not any(texts)
+        without_caption += not any(texts[: len(texts) - fields])
     for what, missing in (("image", len(rows) - images.total()), ("caption", without_caption)):
         if missing:
             account.problems[f"missing {what}"] = missing

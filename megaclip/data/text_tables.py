@@ -41,8 +41,8 @@ _QUOTES = (
 )
 
 _logger = get_logger(__name__)
-_Row = tuple[str | None, list[list[str] | None], str | None]
-"""Image path, captions under each key, and the cell of the column of ids, if there is one."""
+_Row = tuple[str | None, list[list[str] | None], str | None, list[str | None]]
+"""Image path, captions under each key, the cell of the column of ids, if there is one, and the extra fields as JSON."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +69,7 @@ def open_text_tables(paths: Sequence[str], options: ReadingOptions) -> TextTable
         return _convert(index, paths, options)
 
     keys = [options.dataset_type, options.image_key, options.caption_key, options.id_column]
+    keys += options.field_keys.values()
     settings = [_FORMAT, *keys, IMAGE_COLUMNS, CAPTION_COLUMNS]
     index, description = open_index([Path(path).absolute() for path in paths], settings, ".arrow", make)
     return TextTable(path=index, **description | {"account": Account(**description["account"])})
@@ -79,13 +80,19 @@ def caption_columns(keys: int) -> list[str]:
     return ["caption", *(f"caption {number}" for number in range(1, keys))]
 
 
+def field_columns(fields: int) -> list[str]:
+    """Return the columns of an index that hold the extra fields, as JSON."""
+    return [f"field {number}" for number in range(fields)]
+
+
 def find_column(names: Sequence[str], wanted: str | None, usual: Sequence[str], what: str, path: str) -> str:
     """Return the column `wanted`, or else the first usual one. what: "image" or "caption". Raises DataError."""
     for column in [wanted] if wanted else usual:
         if column in names:
             return column
     expected, columns = wanted or " or ".join(usual), shortened(", ".join(names))
-    raise DataError(f"data {path!r} has no {what} column {expected}; it has {columns}; set --{what}-key to one of them")
+    setting = "the field's key in the objective" if what == "field" else f"--{what}-key"
+    raise DataError(f"data {path!r} has no {what} column {expected}; it has {columns}; set {setting} to one of them")
 
 
 def _convert(index: Path, paths: Sequence[str], options: ReadingOptions) -> dict[str, Any]:
@@ -93,7 +100,8 @@ def _convert(index: Path, paths: Sequence[str], options: ReadingOptions) -> dict
 
     text, keys = pa.string(), weighted_keys(options.caption_key)
     caption_fields = [(column, pa.list_(text)) for column in caption_columns(len(keys))]
-    schema = pa.schema([("image", text), *caption_fields, ("id", text)])
+    more = [(column, text) for column in field_columns(len(options.field_keys))]
+    schema = pa.schema([("image", text), *caption_fields, ("id", text), *more])
     account, columns, counts, digest = Account("rows"), dict[str, str](), list[int](), hashlib.sha256()
     with pa.OSFile(str(index), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for path in paths:
@@ -102,10 +110,11 @@ def _convert(index: Path, paths: Sequence[str], options: ReadingOptions) -> dict
                 rows = _rows(path, options, [key.name for key in keys], account, columns)
                 while batch := list(itertools.islice(rows, _BATCH)):
                     counts[-1] += len(batch)
-                    images, captions, ids = zip(*batch, strict=True)
+                    images, captions, ids, fields = zip(*batch, strict=True)
                     by_key = list(zip(*captions, strict=True))
+                    by_field = list(zip(*fields, strict=True)) if more else []
                     digest.update(json.dumps(list(zip(images, *by_key, strict=True))).encode())
-                    writer.write_batch(pa.record_batch([images, *by_key, ids], schema=schema))
+                    writer.write_batch(pa.record_batch([images, *by_key, ids, *by_field], schema=schema))
             except UnicodeDecodeError as error:
                 raise DataError(
                     f"cannot read {path}: byte 0x{error.object[error.start]:02x} is not {error.encoding}; convert the "
@@ -132,12 +141,14 @@ def _rows(
         table = _csv_rows(path, separator, names, account)
     if not names:
         for _ in table if is_json else ():  # objects without fields
-            yield None, [None] * len(keys), None
+            yield None, [None] * len(keys), None, [None] * len(options.field_keys)
         return
     image = find_column(names, options.image_key, IMAGE_COLUMNS, "image", path)
     captions = [find_column(names, key, CAPTION_COLUMNS, "caption", path) for key in keys]
     if options.id_column is not None:
         find_column(names, options.id_column, (), "id", path)
+    for key in options.field_keys.values():
+        find_column(names, key, (), "field", path)
     columns.setdefault("image", image)
     columns.setdefault("caption", ", ".join(captions))
     for record in table:
@@ -145,13 +156,19 @@ def _rows(
         if isinstance(found, dict):  # as `datasets` writes an image
             found = found.get("path")
         texts = [_texts(record.get(caption)) for caption in captions]
-        yield _text(found) or None, texts, _text(record.get(options.id_column or ""))
+        fields = [_json(record.get(key)) for key in options.field_keys.values()]
+        yield _text(found) or None, texts, _text(record.get(options.id_column or "")), fields
 
 
 def _texts(value: Any) -> list[str] | None:
     """Return the texts in a value, which may be a list, or None if there are none."""
     values = value if isinstance(value, list) else [value]
     return [text for text in map(_text, values) if text is not None] or None
+
+
+def _json(value: Any) -> str | None:
+    """Return a value as JSON, or None if there is none. A text is JSON already, as in CSV files."""
+    return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
 def _text(value: Any) -> str | None:

@@ -114,7 +114,14 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
         "max_bad_fraction": arguments.max_bad_fraction,
     }
     weights = arguments.train_data_weights or None
-    train = open_pairs(arguments.train_data, weights=weights, id_key=arguments.id_key, **keys)
+    objective = load_objective(config.megaclip.objective, config.megaclip.objective_settings or {})
+    fields = {} if objective is None else objective.fields
+    if fields and arguments.feature_cache is not None:
+        raise ConfigError(
+            f"--feature-cache keeps no extra fields, which megaclip.objective {config.megaclip.objective} requires; "
+            "leave --feature-cache out"
+        )
+    train = open_pairs(arguments.train_data, weights=weights, id_key=arguments.id_key, fields=fields, **keys)
     validation = open_pairs(arguments.val_data, **keys) if arguments.val_data else None
     if arguments.val_fraction is not None:
         train, validation = train.split(arguments.val_fraction)
@@ -124,7 +131,7 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
         config=fitted(config, model_config),
         model_config=model_config,
         saved_config=saved_config,
-        objective=load_objective(config.megaclip.objective, config.megaclip.objective_settings or {}),
+        objective=objective,
         tokenizer=chosen.tokenizer,
         train=train,
         validation=validation,

@@ -7,7 +7,8 @@ or the user's own file and class. docs/objectives.md shows how to write one.
 - `registry`: finds the class that the settings name, and constructs the objective.
 """
 
+from megaclip.data.fields import Field
 from megaclip.objectives.base import Chunk, Objective, WholeBatch
 from megaclip.objectives.registry import OBJECTIVES, load_objective
 
-__all__ = ["OBJECTIVES", "Chunk", "Objective", "WholeBatch", "load_objective"]
+__all__ = ["OBJECTIVES", "Chunk", "Field", "Objective", "WholeBatch", "load_objective"]

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from megaclip.data.fields import Field
+
 if TYPE_CHECKING:
     from megaclip.models import DualEncoder
 
@@ -80,6 +82,8 @@ class Objective(nn.Module):
     settings: raise ValueError.
     """
 
+    fields: Mapping[str, Field] = {}
+    """Extra fields of every sample, by name."""
     weights: Mapping[str, float] = {}
     """Factor of each term by name, and of the contrastive loss under "contrastive". Default: 1."""
     tokens: tuple[str, ...] = ()

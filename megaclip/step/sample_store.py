@@ -132,6 +132,9 @@ class StepStore:
         # free.
         self._tokens = torch.empty(2, self.rows(), context_length, dtype=torch.int32)
         self._pair_ids = torch.zeros(2, self.rows(), dtype=torch.int64)
+        self._fields = {
+            name: torch.zeros(2, self.rows(), *field.shape, dtype=field.dtype) for name, field in loader.fields.items()
+        }
         self._step = 0
         self._captions: CaptionChunks | None = None
         """This step's chunks of captions. None: no chunk of them has been read yet."""
@@ -218,7 +221,7 @@ class StepStore:
         return self._captions
 
     def fields(self) -> dict[str, Tensor]:
-        return {}
+        return {name: values[self._step % 2] for name, values in self._fields.items()}
 
     def tokens(self) -> Tensor:
         return self._tokens[self._step % 2]
@@ -290,6 +293,8 @@ class StepStore:
                     rows = slice(start, start + len(batch.tokens))
                     self._tokens[step % 2, rows].copy_(batch.tokens)
                     self._pair_ids[step % 2, rows].copy_(batch.pair_ids)
+                    for name, values in batch.fields.items():
+                        self._fields[name][step % 2, rows].copy_(values)
                     self._bad_counts_read[step % 2] = self._loader.bad_counts
                 with self._changed:
                     self._filled = number + 1

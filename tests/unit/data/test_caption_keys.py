@@ -143,10 +143,14 @@ def test_keys_are_drawn_by_weight_among_those_that_the_sample_has():
     ):
         texts = [text for text in ("a", "b 0", "b 1", "c") if text[0] in [key.name for key, _ in shares]]
         raw = RawSample.of(b"", Captions(tuple(texts), tuple(shares)), "")
-        drawn = Counter(raw.caption_of(7, epoch, number) for epoch in range(4) for number in range(5000))
+        drawn = Counter(raw.texts[raw.caption_number(7, epoch, number)] for epoch in range(4) for number in range(5000))
         for text, weight in weights.items():
             assert abs(drawn[text] - 20_000 * weight) < 4 * (20_000 * weight * (1 - weight)) ** 0.5
-        epochs = {tuple(raw.caption_of(seed, epoch, n) for n in range(50)) for seed in (0, 1) for epoch in (0, 1)}
+        epochs = {
+            tuple(raw.texts[raw.caption_number(seed, epoch, n)] for n in range(50))
+            for seed in (0, 1)
+            for epoch in (0, 1)
+        }
         assert len(epochs) == 4  # seeds and epochs draw differently
 
 
@@ -154,7 +158,12 @@ def test_keys_without_weights_are_taken_in_turn():
     """In six epochs every caption of two keys with one and three captions comes 3 and 1 times."""
     shares = ((WeightedKey("a"), 1), (WeightedKey("b"), 3))
     raw = RawSample.of(b"", Captions(("a", "b 0", "b 1", "b 2"), shares), "")
-    assert Counter(raw.caption_of(0, epoch, 11) for epoch in range(6)) == {"a": 3, "b 0": 1, "b 1": 1, "b 2": 1}
+    assert Counter(raw.texts[raw.caption_number(0, epoch, 11)] for epoch in range(6)) == {
+        "a": 3,
+        "b 0": 1,
+        "b 1": 1,
+        "b 2": 1,
+    }
 
 
 class _Words:

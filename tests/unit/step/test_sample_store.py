@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megaclip.data import ImageTransform, PairDataset, TrainBatch, TrainLoader, open_pairs, slots_ahead
+from megaclip.data.fields import Field
 from megaclip.errors import ConfigError
 from megaclip.step.batch import DeviceFeed, Tower
 from megaclip.step.caption_chunks import CaptionChunks
@@ -34,6 +35,7 @@ class Loader:
     def __init__(self, reread_from: int, held: int) -> None:
         self.held, self.slots = held, torch.empty(held, ROWS, 1, 1, 1, dtype=torch.uint8)
         self.samples_consumed, self.bad_counts, self.taken = 0, {}, 0
+        self.fields = {"number": Field("number", dtype=torch.int64)}
         self.micro_batches_per_step, self.readings_per_step = CHUNKS, 2 * CHUNKS - reread_from
         self._batches = self._all(reread_from)
 
@@ -42,7 +44,8 @@ class Loader:
             for chunk in (*range(CHUNKS), *range(reread_from, CHUNKS)):
                 numbers = torch.arange(ROWS) + (step * CHUNKS + chunk) * ROWS
                 self.taken += 1
-                yield TrainBatch(numbers.to(torch.uint8).view(ROWS, 1, 1, 1), numbers.view(ROWS, 1), numbers)
+                fields = {"number": numbers}
+                yield TrainBatch(numbers.to(torch.uint8).view(ROWS, 1, 1, 1), numbers.view(ROWS, 1), numbers, fields)
 
     def read(self) -> TrainBatch:
         slot = self.slots[self.taken % self.held]
@@ -89,7 +92,7 @@ def test_every_pass_gets_its_chunks(slots: int, reread_from: int, read_once: tup
             texts = step % 3  # of two text chunks
             assert read(store, Tower.IMAGE, images, again=False) == numbers_of(step, 0)
             assert read(store, Tower.TEXT, texts, again=False) == numbers_of(step, 0)
-            assert store.pair_ids().tolist() == numbers_of(step, 0)
+            assert store.pair_ids().tolist() == store.fields()["number"].tolist() == numbers_of(step, 0)
             assert read(store, Tower.IMAGE, images, again=True) == numbers_of(step, images * ROWS)
             assert read(store, Tower.TEXT, texts, again=True) == numbers_of(step, texts * 2 * ROWS)
             store.next_step()
