@@ -21,12 +21,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _TILE = 64
-_EFFICIENT_FIRST = [
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.MATH,
-]
+_EFFICIENT = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Backends for small shapes. Without an order of priority: PyTorch puts cuDNN first at its first attention, for the
+whole process, and leaving a context with an order would take that back."""
 
 
 def attend(
@@ -39,7 +36,7 @@ def attend(
 ) -> torch.Tensor:
     """Return softmax(q k^T / sqrt(K)) v, (b, H, Q, K). mask: True for the keys that a query attends to."""
     if _prefers_efficient(q_bHQK, k_bHLK, mask):
-        with sdpa_kernel(_EFFICIENT_FIRST, set_priority=True):
+        with sdpa_kernel(_EFFICIENT):
             return F.scaled_dot_product_attention(q_bHQK, k_bHLK, v_bHLK, attn_mask=mask, is_causal=causal)
     return F.scaled_dot_product_attention(q_bHQK, k_bHLK, v_bHLK, attn_mask=mask, is_causal=causal)
 
@@ -47,5 +44,5 @@ def attend(
 def _prefers_efficient(q_bHQK: torch.Tensor, k_bHLK: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Return whether the memory-efficient kernels are the fastest."""
     queries, tokens = q_bHQK.shape[2], k_bHLK.shape[2]
-    small = tokens <= _TILE and k_bHLK.shape[3] <= _TILE
+    small = tokens <= _TILE and k_bHLK.shape[3] <= _TILE and k_bHLK.shape[3] % 8 == 0
     return q_bHQK.is_cuda and small and (queries == tokens or mask is not None)
