@@ -294,6 +294,11 @@ class TrainArguments(BaseModel):
         policy, _, limit = self.on_nonfinite.partition(":")
         return 0 if policy == "stop" else int(limit or DEFAULT_SKIPS_IN_A_ROW)
 
+    @property
+    def shard_cache_bytes(self) -> int | None:
+        """--shard-cache-gb in bytes."""
+        return None if self.shard_cache_gb is None else int(self.shard_cache_gb * 1e9)
+
     def recorded(self) -> dict[str, Any]:
         """Return all settings for files and logs, as JSON values, without the secrets of URLs."""
         return json.loads(public(json.dumps(self.model_dump(mode="json"))))

@@ -15,6 +15,7 @@ from megaclip.data.images import (
 )
 from megaclip.data.labelled import LabelledDataset, open_labelled
 from megaclip.data.loader import EvaluationLoader, TrainLoader, check_batch, slots_ahead
+from megaclip.data.shard_cache import bytes_to_come
 from megaclip.data.sources import DATASET_TYPES, PairDataset, check_manifest, open_pairs
 from megaclip.data.tokenizers import Tokenizer, load_tokenizer
 
@@ -36,6 +37,7 @@ __all__ = [
     "Tokenizer",
     "TrainBatch",
     "TrainLoader",
+    "bytes_to_come",
     "check_batch",
     "check_manifest",
     "image_decoder",

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
+from PIL.JpegImagePlugin import JpegImageFile
 
 try:
     import simplejpeg
@@ -219,10 +220,12 @@ def resized_crop(pixels: torch.Tensor, box: tuple[int, int, int, int], size: int
 
 def _is_for_gpu(image: Image.Image, content: bytes) -> bool:
     """Return whether a GPU decodes an opened image: baseline JPEG, grey or YCbCr, that is not cut off."""
+    if not isinstance(image, JpegImageFile) or image.format != "JPEG" or "progressive" in image.info:
+        return False
+    # nvJPEG takes RGB for YCbCr. libjpeg recognises it by Adobe's marker or the numbers of the components.
+    is_ycc = image.info.get("adobe_transform", 1) == 1 and [number for number, *_ in image.layer] == [1, 2, 3]
     return (
-        image.format == "JPEG"
-        and image.mode in ("RGB", "L")
-        and "progressive" not in image.info
+        (is_ycc or image.mode == "L")
         and image.width * image.height <= LARGEST_ON_GPU
         and content.endswith(b"\xff\xd9")  # the CPU finds out whether another file can be used
     )

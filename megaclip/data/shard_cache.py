@@ -78,6 +78,16 @@ class RemoteShards:
         return content[offset - start : offset - start + size]
 
 
+def _limit(folder: Path, limit: int | None) -> int:
+    return shutil.disk_usage(folder).total // 2 if limit is None else limit
+
+
+def bytes_to_come(folder: Path, limit: int | None, sizes: list[int]) -> int:
+    """Return the bytes that a cache of shards of these sizes may still add to an existing folder. limit: as there."""
+    held = sum(path.stat().st_size for path in folder.glob(f"*{SUFFIX}"))
+    return max(0, min(_limit(folder, limit), sum(sizes)) - held)
+
+
 class ShardCache:
     """The process that keeps the next shards of a training run in a folder. `position` is where the run is."""
 
@@ -95,7 +105,7 @@ class ShardCache:
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            limit = shutil.disk_usage(folder).total // 2 if limit is None else limit
+            limit = _limit(folder, limit)
         except OSError as error:
             raise DataError(f"--shard-cache {folder}: {error.strerror or error}; give a writable folder") from error
         context = CheckedForkContext()

@@ -25,6 +25,7 @@ from megaclip.comm.collectives import gather_integers, gather_objects, raise_on_
 from megaclip.comm.groups import by_node, ranks_of_this_node, resolve
 from megaclip.comm.machine import machine_of
 from megaclip.config import MegaclipSection, TrainArguments
+from megaclip.data import bytes_to_come
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.schedule import RunLength
 from megaclip.errors import ConfigError
@@ -63,6 +64,8 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
     requested = workload_of(arguments, inputs, dist.get_world_size())
     folder = Path(arguments.data_offload_dir or arguments.logs)
     cluster = this_machine(dist.get_world_size(), folder, nvme_paths(requested.zero))
+    if arguments.shard_cache is not None:
+        cluster = _beside_shard_cache(cluster, folder, Path(arguments.shard_cache), arguments, inputs)
     chooses_way = requested.world_size > 1 and "auto" in (requested.megaclip.exchange, requested.megaclip.reduction)
     if chooses_way:
         device = torch.device(get_accelerator().current_device_name())
@@ -82,6 +85,19 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
         logger.warning("%s", faster)
     logger.info("%s", summary(plan, workload, cluster))
     return plan
+
+
+def _beside_shard_cache(
+    cluster: Cluster, folder: Path, cache: Path, arguments: TrainArguments, inputs: Inputs
+) -> Cluster:
+    """Return the cluster without the bytes that --shard-cache may still take on the disk of the step store."""
+    cache = _existing(cache)
+    if cache.stat().st_dev != _existing(folder).stat().st_dev:
+        return cluster
+    sizes = [shard.size for shard in inputs.train.remote_shards(Path(arguments.shard_cache or "")).values()]
+    taken = bytes_to_come(cache, arguments.shard_cache_bytes, sizes)
+    logger.info("--shard-cache may take %s more on the disk of %s", format_bytes(taken), folder)
+    return replace(cluster, disk=max(0.0, cluster.disk - taken))
 
 
 def _way_text(planned: Workload, requested: MegaclipSection, cluster: Cluster) -> str:

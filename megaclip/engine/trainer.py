@@ -188,7 +188,7 @@ class Trainer:
                 shard_order=arguments.shard_order,
                 max_bad_fraction=arguments.max_bad_fraction,
                 shard_cache=Path(arguments.shard_cache) if arguments.shard_cache else None,
-                shard_cache_bytes=int(arguments.shard_cache_gb * 1e9) if arguments.shard_cache_gb else None,
+                shard_cache_bytes=arguments.shard_cache_bytes,
                 gpu_decoder=self.gpu_decoder,
                 features=self.features,
                 slots=slots.tensor,

@@ -47,6 +47,7 @@ FILES = {
     "large file": (lambda n: jpeg(n, 40, 30)[:-2] + bytes(3 * SIZE**2) + b"\xff\xd9", False),
     "many pixels": (lambda n: jpeg(n, 90, 80), False),
     "grey": (lambda n: jpeg(n, mode="L"), True),
+    "RGB": (lambda n: jpeg(n, keep_rgb=True), False),
     "CMYK": (lambda n: jpeg(n, mode="CMYK"), False),
     "progressive": (lambda n: jpeg(n, progressive=True), False),
     "PNG": (picture, False),

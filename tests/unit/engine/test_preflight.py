@@ -4,6 +4,7 @@ import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -112,6 +113,33 @@ def test_a_run_on_a_cpu_is_only_warned(start) -> None:
 def test_images_that_fit_nowhere_are_refused(start, gpu: str, gpu_memory: str | None) -> None:
     with pytest.raises(ConfigError, match=r"of disk and has 80 MiB to use.*--data-offload-dir.*\"reread\""):
         start(gpu_memory, host_memory="1GiB", disk="100MiB", gpu=gpu)
+
+
+class Remote:
+    """Data in an object store: 100 shards of 100 MB."""
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def remote_shards(self, cache: Path) -> dict[int, Any]:
+        return dict.fromkeys(range(100), SimpleNamespace(size=10**8))
+
+
+def test_images_are_planned_beside_the_shard_cache_on_their_disk(start, tmp_path: Path) -> None:
+    """588 MiB of images fit on a disk of 11 GB, and not beside a cache of 10 GB, unless it holds half of it already."""
+    start.inputs.train = Remote()
+    flags = ("--shard-cache", str(tmp_path / "cache"), "--logs", str(tmp_path))
+    machine = {"host_memory": "1GiB", "disk": "10.5GB"}
+    fits, *_ = (line for line in start(None, "--shard-cache-gb", "9", *flags, gpu="cpu", **machine) if "cache" in line)
+    assert fits.startswith("info --shard-cache may take 8.4 GiB more on the disk of")
+    with pytest.raises(ConfigError, match="of disk and has 381 MiB to use"):
+        start(None, "--shard-cache-gb", "90", *flags, gpu="cpu", **machine)
+    (tmp_path / "cache").mkdir()
+    with (tmp_path / "cache" / "a.shard").open("wb") as file:
+        file.truncate(5 * 10**9)
+    assert "info --shard-cache may take 4.7 GiB more" in "\n".join(
+        start(None, "--shard-cache-gb", "90", *flags, gpu="cpu", **machine)
+    )
 
 
 @pytest.mark.parametrize(
