@@ -127,6 +127,11 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
         train, validation = train.split(arguments.val_fraction)
         logger.info("--val-fraction: %d samples for training, %d held out", len(train), len(validation))
     pixels: dict[str, Any] = {"size": model_config.vision_cfg.image_size, **preprocess}
+    train_transform = _transform(
+        image_card, training=not arguments.no_augmentation, scale=arguments.aug_scale, **pixels
+    )
+    if objective is not None:
+        objective.prepare(train_transform)
     return Inputs(
         config=fitted(config, model_config),
         model_config=model_config,
@@ -138,9 +143,7 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
         labelled=open_labelled(arguments.zeroshot_data, max_bad_fraction=arguments.max_bad_fraction)
         if arguments.zeroshot_data
         else None,
-        train_transform=_transform(
-            image_card, training=not arguments.no_augmentation, scale=arguments.aug_scale, **pixels
-        ),
+        train_transform=train_transform,
         evaluation_transform=_transform(image_card, **pixels),
     )
 

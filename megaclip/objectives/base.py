@@ -18,7 +18,7 @@ Shapes: m samples of a chunk, b samples of this rank in a step, L tokens, D embe
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from megaclip.data.fields import Field
 
 if TYPE_CHECKING:
+    from megaclip.data import ImageTransform
     from megaclip.models import DualEncoder
 
 
@@ -43,6 +44,8 @@ class Chunk:
     """`Objective.counts` of these samples."""
     is_repeated: bool
     """True if the chunk is encoded for the second time. Features without gradients need not be returned again."""
+    features: dict[str, Tensor] = field(default_factory=dict)
+    """Results of `chunk_features`, for `chunk_terms`."""
     images: Tensor | None = None
     """Normalised pixels (m, 3, image_size, image_size), as the image tower receives them."""
     tokens: Tensor | None = None
@@ -94,6 +97,12 @@ class Objective(nn.Module):
 
     model: "DualEncoder"
     """The model, from `attach` on. It is not a submodule."""
+
+    def prepare(self, transform: "ImageTransform") -> None:
+        """Read and check what the settings name. It is called before there is a model; raise ConfigError.
+
+        transform: image preprocessing of the run in training.
+        """
 
     def build(self, model: "DualEncoder") -> None:
         """Create modules as attributes. Their parameters are trained, saved and resumed with those of the model.
@@ -148,7 +157,7 @@ class Objective(nn.Module):
         """
         chunk = Chunk(**inputs)
         features = self.chunk_features(chunk)
-        terms = self.chunk_terms(chunk) if torch.is_grad_enabled() else {}
+        terms = self.chunk_terms(replace(chunk, features=features)) if torch.is_grad_enabled() else {}
         rows = next(len(each) for each in (chunk.image_features, chunk.text_features) if each is not None)
         for name, feature in features.items():
             if feature.ndim == 0 or len(feature) != rows or name in terms:

@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megaclip.errors import ConfigError, closest, first_line
-from megaclip.objectives.base import Objective
+from pydantic import ValidationError
 
-OBJECTIVES: dict[str, type[Objective]] = {}
+from megaclip.errors import ConfigError, closest, config_error, first_line
+from megaclip.objectives.base import Objective
+from megaclip.objectives.distillation import Distillation
+
+OBJECTIVES: dict[str, type[Objective]] = {"distillation": Distillation}
 """Value of `megaclip.objective` -> class. Other values are FILE.py:CLASS."""
 
 
@@ -44,6 +47,8 @@ def load_objective(name: str | None, settings: Mapping[str, Any]) -> Objective |
         )
     try:
         return kind(**settings)
+    except ValidationError as error:
+        raise config_error(error, lambda field: f"megaclip.objective_settings.{field}") from None
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"megaclip.objective {name}: {first_line(error)}; change megaclip.objective_settings"

@@ -13,9 +13,11 @@ from unittest import mock
 import deepspeed.comm as dist
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megaclip.objectives import Chunk, Objective, WholeBatch
+from megaclip.objectives.distillation import Distillation
 from megaclip.step.batch import StepBatch
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import Case, OracleTraining, Outcome
@@ -61,8 +63,56 @@ def two_kinds(loss: Tensor, x: Tensor, y: Tensor, step: int, case: Case, model: 
     return 0.5 * loss + 2.0 * squares + 3.0 * whole
 
 
+TEACHERS = [
+    {"image": "i", "text": "t", "dims": [5, 6], "logit_scale": 20.0},
+    {"image": "j", "text": "u", "dims": [16], "logit_scale": 30.0},
+]
+
+
+def teacher_fields(step: int) -> dict[str, Tensor]:
+    """Return the stored features of the teachers, which are not of unit length, in the order of the dataset."""
+    generator = torch.Generator().manual_seed(step)
+    sizes = {"image_0": 11, "text_0": 11, "image_1": 16, "text_1": 16}
+    return {name: torch.randn(engine_cases.BATCH, size, generator=generator) for name, size in sizes.items()}
+
+
+def distillation() -> Objective:
+    return Distillation(teachers=TEACHERS, weight=3.0, contrastive_weight=0.25)
+
+
+def rows_of_similarities(x: Tensor, y: Tensor, scale: Tensor, u: Tensor, v: Tensor, teacher_scale: float) -> Tensor:
+    """Return the KL divergence of the similarity rows in both directions, with the matrices of the whole batch."""
+    s, t = scale * x @ y.T, teacher_scale * u @ v.T
+    pairs = [(s.log_softmax(1), t.log_softmax(1)), (s.T.log_softmax(1), t.T.log_softmax(1))]
+    return sum(F.kl_div(*pair, reduction="batchmean", log_target=True) for pair in pairs) / 2
+
+
+def whole_distillation(loss: Tensor, x: Tensor, y: Tensor, step: int, case: Case, model: Any) -> Tensor:
+    stored = {name: by_rank(values, case.ranks).double() for name, values in teacher_fields(step).items()}
+    parts = [(0, slice(0, 5), 20.0), (0, slice(5, 11), 20.0), (1, slice(0, 16), 30.0)]
+    terms = []
+    for number, part, scale in parts:
+        u, v = (F.normalize(stored[f"{tower}_{number}"][:, part]) for tower in ("image", "text"))
+        terms.append(rows_of_similarities(x, y, model.logit_scale.exp(), u, v, scale))
+    return 0.25 * loss + 3.0 * sum(terms) / 3
+
+
+def feature_distillation() -> Objective:
+    return Distillation(teachers=TEACHERS[1:], weight=0.0, feature_weight=2.0, feature_loss="mse")
+
+
+def whole_feature_distillation(loss: Tensor, x: Tensor, y: Tensor, step: int, case: Case, model: Any) -> Tensor:
+    stored = {name: by_rank(values, case.ranks).double() for name, values in teacher_fields(step).items()}
+    images, texts = (F.normalize(stored[f"{tower}_1"]) for tower in ("image", "text"))
+    return loss + (x - images).square().mean() + (y - texts).square().mean()
+
+
 Oracle = Callable[..., Tensor]
-OBJECTIVES: dict[str, tuple[Callable[[], Objective], Oracle]] = {"two kinds": (TwoKinds, two_kinds)}
+OBJECTIVES: dict[str, tuple[Callable[[], Objective], Oracle]] = {
+    "two kinds": (TwoKinds, two_kinds),
+    "distillation": (distillation, whole_distillation),
+    "features": (feature_distillation, whole_feature_distillation),
+}
 
 
 @dataclass(frozen=True)
@@ -73,9 +123,12 @@ class ObjectiveCase(Case):
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def batch_of(case: Case, step: int) -> StepBatch:
+def batch_of(case: ObjectiveCase, step: int) -> StepBatch:
     batch = engine_cases.batch_of(case, step)
-    batch._fields = {"target": targets_of(step)[dist.get_rank() :: dist.get_world_size()]}
+    own = slice(dist.get_rank(), None, dist.get_world_size())
+    stored = teacher_fields(step)
+    renamed = {"image_0": stored["image_1"], "text_0": stored["text_1"]} if case.objective == "features" else {}
+    batch._fields = {name: values[own] for name, values in {"target": targets_of(step), **stored, **renamed}.items()}
     return batch
 
 
@@ -91,6 +144,12 @@ def train(case: ObjectiveCase) -> Outcome:
 CASES: dict[str, ObjectiveCase] = {
     f"zero{stage} x {chunks}": ObjectiveCase(stage, chunks, keep=chunks) for stage in range(4) for chunks in (1, 3)
 }
+for _stage in range(4):
+    CASES[f"zero{_stage} distillation"] = ObjectiveCase(_stage, 1, keep=1, objective="distillation")
+    CASES[f"zero{_stage} distillation x 3"] = ObjectiveCase(_stage, 3, objective="distillation")
+CASES["zero2 distillation captions"] = ObjectiveCase(2, 3, text_chunks=2, captions="cut", objective="distillation")
+CASES["zero1 features"] = ObjectiveCase(1, 3, keep=2, objective="features")
+CASES["zero3 features captions"] = ObjectiveCase(3, 1, captions="cut", objective="features")
 CASES["zero3 offloaded"] = ObjectiveCase(3, 3, text_chunks=2, offload="all", coalesce=True)
 CASES["zero2 captions"] = ObjectiveCase(2, 1, captions="cut", keep=1)
 CASES["zero1 captions"] = ObjectiveCase(1, 3, text_chunks=2, captions="cut", embeddings_on_cpu=True)

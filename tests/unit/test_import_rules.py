@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "planner": FOUNDATION | {"comm", "config", "losses", "models", "step"},
     "guards": FOUNDATION | {"comm", "data"},
     "zero": FOUNDATION | {"config", "comm", "ops", "models", "checkpoint", "objectives"},
-    "objectives": FOUNDATION | {"comm", "data", "losses", "models", "ops"},
+    "objectives": FOUNDATION | {"checkpoint", "data", "losses", "models"},
     "step": FOUNDATION | {"cache", "comm", "data", "models", "objectives", "zero"},
     "hosts": FOUNDATION | {"zero", "data"},
     "engine": ENGINE,
