@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import ModelCardData, split_torch_state_dict_into_shards
 
 from megaclip.checkpoint.model_card import ModelCard
 from megaclip.checkpoint.open_clip_weights import open_clip_tensors, write_tensors
@@ -70,15 +70,9 @@ def readme(formats: list[str], state: dict[str, Any] | None, *, data_names: bool
         data_names: list the sources of the training data.
     """
     library = "open_clip" if "open_clip" in formats else "transformers"
-    lines = [
-        "---",
-        f"library_name: {library}",
-        "pipeline_tag: zero-shot-image-classification",
-        "tags:",
-        "- clip",
-        "---",
-    ]
-    lines += ["", "# Model", "", f"Image-text model in the format of {' and '.join(formats)}, written by MegaCLIP."]
+    header = ModelCardData(library_name=library, pipeline_tag="zero-shot-image-classification", tags=["clip"])
+    lines = ["---", header.to_yaml(), "---", "", "# Model", ""]
+    lines.append(f"Image-text model in the format of {' and '.join(formats)}, written by MegaCLIP.")
     if state is None:
         return "\n".join([*lines, ""])
     settings = state.get("settings", {})

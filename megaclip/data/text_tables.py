@@ -88,7 +88,9 @@ def field_columns(fields: int) -> list[str]:
 def find_column(names: Sequence[str], wanted: str | None, usual: Sequence[str], what: str, path: str) -> str:
     """Return the column `wanted`, or else the first usual one. what: "image" or "caption". Raises DataError."""
     for column in [wanted] if wanted else usual:
-        if column in names:
+        if (count := list(names).count(column)) > 1:
+            raise DataError(f"data {path!r} has {count} columns named {column}; give each column its own name")
+        if count:
             return column
     expected, columns = wanted or " or ".join(usual), shortened(", ".join(names))
     setting = "the field's key in the objective" if what == "field" else f"--{what}-key"

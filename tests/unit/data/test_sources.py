@@ -543,6 +543,9 @@ def test_keys_select_columns_and_members(tmp_path):
     assert sample.caption == "yes" and sample.image == picture(0)
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"image": "a", "caption": "no", "other": "yes"}))
     assert open_pairs([str(tmp_path / "pairs.jsonl")], caption_key="other").caption(0) == "yes"
+    (tmp_path / "twice.csv").write_text("image,caption,caption\na.png,a,b\n")
+    with pytest.raises(DataError, match="has 2 columns named caption; give each column its own name"):
+        open_pairs([str(tmp_path / "twice.csv")])
     with pytest.raises(DataError, match="no caption column nothing; it has image, caption, other"):
         open_pairs([str(tmp_path / "pairs.jsonl")], caption_key="nothing")
 
