@@ -1,15 +1,16 @@
 """Train MegaCLIP and open_clip's own trainer on the clip-art benchmark, score all checkpoints alike, and compare.
 
     python benchmarks/clipart/build.py clipart/
-    python benchmarks/clipart/compare.py run clipart/ results/ open_clip/clip/1024/1e-3 megaclip/clip/1024/1e-3 \\
-        --seeds 0 1 2 3 4
-    python benchmarks/clipart/compare.py run clipart/ speed/ open_clip/clip/1024/1e-3 megaclip/clip/1024/1e-3 \\
-        --seeds 0 --compile --timing
-    python benchmarks/clipart/compare.py report results/ speed/ --figure docs/figures/clipart.png
+    python benchmarks/clipart/compare.py run clipart/ results/ open_clip/clip/512/1e-3 megaclip/clip/512/1e-3 \\
+        open_clip/clip/512/1e-3/timed megaclip/clip/512/1e-3/timed --seeds 0 1 2 3 4 --jobs 4
+    python benchmarks/clipart/compare.py report results/ --figure docs/figures/clipart.png
 
-A run is TRAINER/LOSS/BATCH/LEARNING_RATE. Both trainers read the same shards with the same augmentation, the same model
-(ViT-S-16 at 112 pixels, 32 text positions), optimizer, schedule and clipping of gradients. The orders of the samples
-are different random orders. open_clip runs with amp_bf16, MegaCLIP with bf16; both have float32 weights in AdamW.
+A run is TRAINER/LOSS/BATCH/LEARNING_RATE. With `/timed` it is compiled, has one seed and no checkpoints, and all other
+runs are paused as soon as it has left its first steps behind, so that its steps have the GPU and the cores alone.
+
+Both trainers read the same shards with the same augmentation, the same model (ViT-S-16 at 112 pixels, 32 text
+positions), optimizer, schedule and clipping of gradients. The orders of the samples are different random orders.
+open_clip runs with amp_bf16, MegaCLIP with bf16; both have float32 weights in AdamW.
 
 Each run writes OUT/RUN-SEED.json with losses, times and the scores of its checkpoints. Complete runs are not repeated.
 Requires one GPU (or patience), and for open_clip: open_clip_torch, webdataset and pandas.
@@ -19,7 +20,9 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -29,6 +32,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -85,7 +89,8 @@ class Run:
     """Number of whole batches in the training split."""
     save_steps: int
     """Number of steps between two checkpoints; 0: none is scored."""
-    compiles: bool
+    is_timed: bool
+    """Compile the towers, and pause all other runs during the steps."""
 
     @property
     def label(self) -> str:
@@ -93,7 +98,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return f"{self.label.replace('/', '_')}-{self.seed}"
+        return f"{self.label.replace('/', '_')}-{'timed' if self.is_timed else self.seed}"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -102,13 +107,12 @@ def main(argv: list[str] | None = None) -> None:
     run = commands.add_parser("run", help="train and score")
     run.add_argument("data", type=Path, help="folder that build.py wrote")
     run.add_argument("out", type=Path, help="folder for the results")
-    run.add_argument("runs", nargs="+", metavar="TRAINER/LOSS/BATCH/LEARNING_RATE")
+    run.add_argument("runs", nargs="+", metavar="TRAINER/LOSS/BATCH/LEARNING_RATE[/timed]")
     run.add_argument("--seeds", type=int, nargs="+", default=[0])
     run.add_argument("--epochs", type=float, default=40, help="passes over the training split (default 40)")
     run.add_argument("--evaluations", type=int, default=5, help="number of checkpoints that are scored (default 5)")
     run.add_argument("--suite", default="suite", help="folder below DATA to score on; suite_val for tuning")
-    run.add_argument("--compile", action="store_true", help="compile the towers (open_clip: --torchcompile)")
-    run.add_argument("--timing", action="store_true", help="no checkpoints, so that nothing interrupts the steps")
+    run.add_argument("--timed-epochs", type=float, default=10, help="passes of the timed runs (default 10)")
     run.add_argument("--jobs", type=int, default=1, help="number of runs that share the GPU")
     run.add_argument("--workers", type=int, default=15, help="number of data workers per run (default 15)")
     run.add_argument("--keep", action="store_true", help="keep the folders of the runs, in OUT/runs")
@@ -128,15 +132,15 @@ def planned_runs(arguments: argparse.Namespace) -> list[Run]:
     samples = sum(own.get("train", 0) for own in counts.values())
     runs = []
     for text in arguments.runs:
-        trainer, loss, batch, rate = text.split("/")
+        trainer, loss, batch, rate, *timed = text.split("/")
         size = min(int(batch), samples)
         epoch_steps = samples // size
-        steps = max(1, round(arguments.epochs * samples / size))
+        steps = max(1, round((arguments.timed_epochs if timed else arguments.epochs) * samples / size))
         if trainer == "open_clip":  # it ends with a whole epoch
             steps = epoch_steps * max(1, round(steps / epoch_steps))
-        save = 0 if arguments.timing else math.ceil(steps / arguments.evaluations / epoch_steps) * epoch_steps
-        for seed in arguments.seeds:
-            run = Run(trainer, loss, size, float(rate), seed, steps, epoch_steps, save, arguments.compile)
+        save = 0 if timed else math.ceil(steps / arguments.evaluations / epoch_steps) * epoch_steps
+        for seed in arguments.seeds[:1] if timed else arguments.seeds:
+            run = Run(trainer, loss, size, float(rate), seed, steps, epoch_steps, save, bool(timed))
             if not (arguments.out / f"{run.name}.json").exists():
                 runs.append(run)
     return runs
@@ -144,48 +148,85 @@ def planned_runs(arguments: argparse.Namespace) -> list[Run]:
 
 def run_all(arguments: argparse.Namespace) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
-    runs, lock, scorer = planned_runs(arguments), threading.Lock(), None
     start_process_group()
     place = arguments.out / "runs" if arguments.keep else Path(tempfile.mkdtemp(prefix="clipart"))
     place.mkdir(exist_ok=True)
     (place / "model.json").write_text(json.dumps(MODEL))
-    if not arguments.timing:
-        scorer = Scorer(arguments.data / arguments.suite, place / "model.json", arguments.workers)
+    scorer = Scorer(arguments.data / arguments.suite, place / "model.json", arguments.workers)
+    programs = Programs()
 
     def carry_out(run: Run) -> None:
-        started, start_time = time.monotonic(), time.time()
-        folder = place / run.name
+        started, folder, log = time.time(), place / run.name, arguments.out / f"{run.name}.log"
         command = open_clip_command if run.trainer == "open_clip" else megaclip_command
-        with (arguments.out / f"{run.name}.log").open("w") as log:
-            environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-            result = subprocess.run(
-                command(run, folder, arguments), stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment
-            )
-        if result.returncode:
-            print(f"{run.name} FAILED, exit code {result.returncode}: see {log.name}", flush=True)
+        alone_from = programs.run(command(run, folder, arguments), log, alone=run.is_timed)
+        if alone_from is None:
+            print(f"{run.name} FAILED: see {log}", flush=True)
             return
         outcome = {**vars(run), "label": run.label, "device": device_name(), "torch": torch.__version__}
-        outcome |= {
-            "total_s": time.monotonic() - started,
-            "jobs": arguments.jobs,
-            **curve(folder, start_time, first=int(run.trainer == "open_clip")),
-        }
-        with lock:
-            outcome["scores"] = scorer.score_run(run, folder) if scorer else {}
+        outcome |= {"total_s": time.time() - started, **curve(folder, started, alone_from, run.trainer == "open_clip")}
+        with programs.alone:
+            outcome["scores"] = {} if run.is_timed else scorer.score_run(run, folder)
         (arguments.out / f"{run.name}.json").write_text(json.dumps(outcome))
-        last = list(outcome["scores"].values())[-1:]
-        print(
-            f"{run.name}: {run.steps} steps, {outcome['total_s']:.0f} s in all, {outcome['step_s'] * 1e3:.0f} ms per "
-            f"step, loss {outcome['losses'][-1][1]:.3f} {last}",
-            flush=True,
-        )
+        last = {name: round(own, 3) for name, own in [{}, *outcome["scores"].values()][-1].items() if name in SCORES}
+        facts = f"{run.steps} steps, {outcome['total_s']:.0f} s in all, {outcome['step_s'] * 1e3:.1f} ms per step"
+        print(f"{run.name}: {facts}, loss {outcome['losses'][-1][1]:.3f} {last or ''}", flush=True)
         if not arguments.keep:
             shutil.rmtree(folder, ignore_errors=True)
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(carry_out, runs))
+        list(pool.map(carry_out, planned_runs(arguments)))
     if not arguments.keep:
         shutil.rmtree(place, ignore_errors=True)
+
+
+class Programs:
+    """Training programs that run side by side. One of them at a time can have the machine alone."""
+
+    def __init__(self) -> None:
+        self._running: set[int] = set()
+        self.alone = threading.Lock()
+        """Held by whoever uses the machine alone, and by whoever scores. No program starts meanwhile."""
+        signal.signal(signal.SIGTERM, self._end)
+
+    def _end(self, *_: object) -> None:
+        self._signal(signal.SIGKILL)
+        os._exit(1)
+
+    def run(self, command: list[str], log: Path, *, alone: bool) -> float | None:
+        """Run a program to its end. Return the time from which it had the machine alone, or None if it failed.
+
+        alone: pause all other programs once the log shows three lines of steps. Otherwise the start is returned.
+        """
+        begin = time.time()
+        environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+        with log.open("w") as output, self.alone:
+            program = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
+            )
+        self._running.add(program.pid)
+        try:
+            while alone and program.poll() is None and len(STEP_LINE.findall(log.read_text())) < 3:
+                time.sleep(0.2)
+            with self.alone if alone else nullcontext():
+                if alone:
+                    begin = time.time()
+                    self._signal(signal.SIGSTOP, program.pid)
+                try:
+                    result = program.wait()
+                finally:
+                    if alone:
+                        self._signal(signal.SIGCONT, program.pid)
+        finally:
+            self._running.discard(program.pid)
+        return None if result else begin
+
+    def _signal(self, number: signal.Signals, but: int = 0) -> None:
+        for pid in self._running - {but}:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, number)
+
+
+STEP_LINE = re.compile(r"INFO step \d+/|Train Epoch: ")
 
 
 def device_name() -> str:
@@ -230,7 +271,7 @@ def open_clip_command(run: Run, folder: Path, arguments: argparse.Namespace) -> 
     }
     command = [sys.executable, "-m", "open_clip_train.main"]
     command += [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-    return [*command, *(["--torchcompile"] if run.compiles else [])]
+    return [*command, *(["--torchcompile"] if run.is_timed else [])]
 
 
 def megaclip_command(run: Run, folder: Path, arguments: argparse.Namespace) -> list[str]:
@@ -239,7 +280,7 @@ def megaclip_command(run: Run, folder: Path, arguments: argparse.Namespace) -> l
         count for count in range(1, run.batch + 1) if run.batch / count <= LARGEST_CHUNK and not run.batch % count
     )
     on_gpu = torch.cuda.is_available()
-    section: dict[str, Any] = {"loss": run.loss, "compile": run.compiles}
+    section: dict[str, Any] = {"loss": run.loss, "compile": run.is_timed}
     if run.loss != "clip":
         section["fastclip"] = {"temperature": FASTCLIP_TEMPERATURE}
     rates = {"lr": run.learning_rate, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
@@ -272,21 +313,20 @@ def megaclip_command(run: Run, folder: Path, arguments: argparse.Namespace) -> l
     return command + [text for name, value in flags.items() for text in (f"--{name}", str(value))]
 
 
-def curve(folder: Path, start_time: float, first: int) -> dict[str, Any]:
-    """Return the losses as [step, loss, seconds since the start], and the time of a step in seconds.
+def curve(folder: Path, started: float, alone_from: float, from_zero: bool) -> dict[str, Any]:
+    """Return the losses as [step, loss, seconds since the start], and the seconds per step after `alone_from`.
 
-    step_s is the median over the intervals between two log lines, without those that contain the start of an epoch, a
-    checkpoint or a compilation. mean_step_s has all of these after the first quarter of the run. first: 1 if the
-    trainer counts steps from 0.
+    step_s is the median over the intervals between two log lines, so that the starts of epochs do not count.
+    mean_step_s includes them. from_zero: the trainer counts steps from 0.
     """
     files = sorted(folder.rglob("events.out.tfevents*"))
     events = EventAccumulator(str(files[0].parent), size_guidance={"scalars": 0})
     events.Reload()
-    rows = [[event.step + first, event.value, event.wall_time - start_time] for event in events.Scalars("train/loss")]
-    rates = [(after[2] - before[2]) / (after[0] - before[0]) for before, after in pairwise(rows)]
-    begin, end = rows[len(rows) // 4], rows[-1]
-    mean = (end[2] - begin[2]) / (end[0] - begin[0]) if end[0] > begin[0] else math.nan
-    return {"losses": rows, "step_s": statistics.median(rates) if rates else math.nan, "mean_step_s": mean}
+    rows = [[event.step + from_zero, event.value, event.wall_time - started] for event in events.Scalars("train/loss")]
+    alone = [row for row in rows if row[2] + started >= alone_from]
+    rates = [(after[2] - before[2]) / (after[0] - before[0]) for before, after in pairwise(alone)] or [math.nan]
+    mean = (alone[-1][2] - alone[0][2]) / (alone[-1][0] - alone[0][0]) if len(alone) > 1 else math.nan
+    return {"losses": rows, "step_s": statistics.median(rates), "mean_step_s": mean}
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
@@ -371,10 +411,10 @@ def report_results(arguments: argparse.Namespace) -> None:
     if pair:
         print_agreement(found[pair[0]], found[pair[1]])
     if timed:
-        print("\n| run | compiled | device | ms per step | samples/s | mean ms per step | start, s |")
-        print("| --- " * 7 + "|")
+        print("\n| run | device | ms per step | samples/s | with starts of epochs, ms | start and compilation, s |")
+        print("| --- " * 6 + "|")
     for own in timed:
-        cells = [own["label"], "yes" if own["compiles"] else "no", own["device"], f"{own['step_s'] * 1e3:.1f}"]
+        cells = [own["label"], own["device"], f"{own['step_s'] * 1e3:.1f}"]
         cells += [
             f"{own['batch'] / own['step_s']:,.0f}",
             f"{own['mean_step_s'] * 1e3:.1f}",
@@ -437,7 +477,7 @@ def draw(path: Path, found: dict[str, list[dict[str, Any]]], timed: list[dict[st
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    speed = {own["trainer"]: own["step_s"] for own in timed if own["compiles"] or own["trainer"] not in found}
+    speed = {own["trainer"]: own["step_s"] for own in timed}
     quantities = ["loss", "zero_shot_top1", "retrieval_r5"]
     figure, axes = plt.subplots(2, 3, figsize=(11, 5.6), sharey="col")
     for trainer, colour in zip(TRAINERS, ("tab:orange", "tab:blue"), strict=True):
