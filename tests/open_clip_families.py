@@ -102,6 +102,10 @@ OWN_TIMM: dict[str, dict[str, Any]] = {
 WITH_BATCH_NORM = ("resnet", "mobileclip")
 FAMILIES = ("open_clip", *_TIMM, "resnet", *(name for name in HUGGING_FACE if name != "bert"))
 """Families with code of their own; BERT's towers differ from RoBERTa's in names only."""
+COCA = "coca"
+"""A caption decoder reads the tokens of both towers."""
+CUT_CONTEXT_LENGTH = 24
+"""Context length of captions of several lengths."""
 BOTH_RANDOM = "vit with roberta"
 """Both towers draw random numbers."""
 
@@ -113,6 +117,14 @@ def family(name: str, folder: Path) -> OpenClipConfig:
     description: dict[str, Any] = {"embed_dim": EMBED_DIM, "vision_cfg": _VISION, "text_cfg": _TEXT}
     if name == "open_clip":
         description["vision_cfg"] = {**_VISION, "attentional_pool": True, "attn_pooler_heads": 4}
+    elif name == COCA:
+        description["vision_cfg"] = {**_VISION, "attentional_pool": True, "attn_pooler_heads": 4, "output_tokens": True}
+        description["vision_cfg"] |= {"attn_pooler_queries": 5}
+        description["embed_dim"] = 32
+        length = {"context_length": CUT_CONTEXT_LENGTH}
+        description["text_cfg"] = {**_TEXT, **length, "embed_cls": True, "output_tokens": True}
+        decoder = {key: _TEXT[key] for key in ("vocab_size", "width", "heads", "layers")}
+        description |= {"multimodal_cfg": {**decoder, **length}, "custom_text": True}
     elif name == "resnet":
         layers = {"image_size": IMAGE_SIZE, "layers": [1, 1, 1, 1], "width": 8, "head_width": 64}
         description["vision_cfg"] = layers

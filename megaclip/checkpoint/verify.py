@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 from megaclip.errors import CheckpointError
@@ -42,8 +43,8 @@ class Verification:
     """Differences between a model and the model that a library loads from its export."""
 
     max_abs_diff: float
-    """Largest absolute difference of image features, text features, the logarithm of the logit scale, the bias and
-    pixels."""
+    """Largest absolute difference of image features, text features, the logarithm of the logit scale, the bias, the
+    caption loss and pixels."""
     captions_compared: int
     """Number of captions that both tokenizers encoded; 0 if no tokenizer was given."""
     captions_differing: int
@@ -103,7 +104,9 @@ def verify(
             compared = torch.arange(tokens.shape[1]) < ends
             differing = int(((tokens != found) & compared).any(dim=1).sum())
         their_tokens = tokens if differing else found
-    outputs = zip(model(images, tokens), loaded.encode(images, their_tokens), strict=True)
+    if model.config.has_decoder:  # it reads one image for each caption
+        images = images[torch.arange(len(tokens)) % len(images)]
+    outputs = zip(_outputs(model, images, tokens), loaded.encode(images, their_tokens), strict=True)
     differences += [(ours - theirs).abs().max() for ours, theirs in outputs]
     return Verification(float(torch.stack(differences).max()), 0 if tokenize is None else len(captions), differing)
 
@@ -113,7 +116,7 @@ class _Loaded:
     """A model as a library has loaded it."""
 
     encode: Callable[[torch.Tensor, torch.Tensor], list[torch.Tensor]]
-    """Returns the features of images and tokens, the logarithm of the logit scale, and the bias."""
+    """Returns what `_outputs` returns."""
     tokenize: Any
     process: Callable[[list[Image.Image]], torch.Tensor] | None = None
     """Image processor."""
@@ -121,15 +124,31 @@ class _Loaded:
     """True if tokens after the end of text differ and have no influence."""
 
 
-def _from_open_clip(directory: str, _: DualEncoder, has_tokenizer: bool) -> _Loaded:
+def _outputs(model: DualEncoder, images: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Return the features of images and tokens, the logarithm of the logit scale, the bias if the model has one, and
+    the mean caption loss if it has a caption decoder."""
+    outputs, decoder = list(model(images, tokens)), model.parts().get("decoder")
+    if decoder is not None:
+        total = decoder(model.visual(images)[1], model.text(tokens)[1], tokens)
+        outputs.append(total / decoder.label_count(tokens))
+    return outputs
+
+
+def _from_open_clip(directory: str, exported: DualEncoder, has_tokenizer: bool) -> _Loaded:
     open_clip, source = import_open_clip(), f"local-dir:{directory}"
     with known_configurations():
         model = open_clip.create_model_from_pretrained(source, return_transform=False).eval()
     tokenizer = open_clip.get_tokenizer(source) if has_tokenizer else None
 
     def encode(images: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
-        image, text, scale, *bias = model(images, tokens)
-        return [image, text, scale.log(), *bias]
+        outputs = model(images, tokens)
+        if exported.config.has_decoder:
+            is_label = exported.parts()["decoder"].is_label(outputs["labels"])
+            caption_loss = F.cross_entropy(outputs["logits"][is_label], outputs["labels"][is_label])
+            names = ("image_features", "text_features", "logit_scale", "logit_bias")
+            outputs = [*(outputs[name] for name in names if name in outputs), caption_loss]
+        image, text, scale, *others = outputs
+        return [image, text, scale.log(), *others]
 
     return _Loaded(encode, tokenizer)
 

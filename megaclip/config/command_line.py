@@ -177,6 +177,10 @@ class TrainArguments(BaseModel):
     """patch dropout, instead of the model's"""
     logit_scale_max: float = Field(default=100.0, ge=1)
     """upper bound of exp(logit_scale), at least 1; without the flag, weights above it raise it"""
+    coca_caption_loss_weight: float = Field(default=2.0, ge=0)
+    """factor of the caption loss of a model with a caption decoder"""
+    coca_contrastive_loss_weight: float = Field(default=1.0, ge=0)
+    """factor of the contrastive loss of a model with a caption decoder"""
 
     epochs: Positive | None = Field(
         default=None, description=f"passes over the training data (default {DEFAULT_EPOCHS})"

@@ -33,7 +33,7 @@ from megaclip.models.descriptions import Towers
 from megaclip.models.open_clip_config import open_clip_descriptions
 from megaclip.models.text import reason_not_to_cut
 from megaclip.models.transformers_config import CONFIG_NAME, card_path
-from megaclip.objectives import Objective, load_objective
+from megaclip.objectives import Caption, Objective, load_objective
 from megaclip.planner.text_chunks import fitted
 
 logger = get_logger(__name__)
@@ -126,6 +126,7 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     if arguments.val_fraction is not None:
         train, validation = train.split(arguments.val_fraction)
         logger.info("--val-fraction: %d samples for training, %d held out", len(train), len(validation))
+    objective = _objective(arguments, config.megaclip, model_config)
     pixels: dict[str, Any] = {"size": model_config.vision_cfg.image_size, **preprocess}
     train_transform = _transform(
         image_card, training=not arguments.no_augmentation, scale=arguments.aug_scale, **pixels
@@ -133,7 +134,7 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     if objective is not None:
         objective.prepare(train_transform)
     return Inputs(
-        config=fitted(config, model_config),
+        config=fitted(config, model_config, pairs=objective is not None and objective.encodes_pairs()),
         model_config=model_config,
         saved_config=saved_config,
         objective=objective,
@@ -146,6 +147,19 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
         train_transform=train_transform,
         evaluation_transform=_transform(image_card, **pixels),
     )
+
+
+def _objective(arguments: TrainArguments, section: MegaclipSection, model_config: ModelDescription) -> Objective | None:
+    """Return the objective of the settings, or the caption loss of a model with a caption decoder."""
+    chosen = load_objective(section.objective, section.objective_settings or {})
+    if not model_config.has_decoder or isinstance(chosen, Caption):
+        return chosen
+    if chosen is not None:
+        raise ConfigError(
+            f"megaclip.objective {section.objective!r} would not train the caption decoder of --model "
+            f"{arguments.model}; derive it from megaclip.objectives.Caption, or leave megaclip.objective out"
+        )
+    return Caption(arguments.coca_caption_loss_weight, arguments.coca_contrastive_loss_weight)
 
 
 def model_preprocessing(model: str, tokenizer: str | None) -> tuple[Tokenizer, dict[str, Any]]:
@@ -191,6 +205,12 @@ def _check_settings(arguments: TrainArguments, section: MegaclipSection, model_c
         raise ConfigError(
             f"--logit-scale-max has no effect with megaclip.loss {section.loss!r}; set "
             "megaclip.fastclip.temperature_min instead, which bounds its temperature"
+        )
+    weights = {"coca_caption_loss_weight", "coca_contrastive_loss_weight"} & arguments.model_fields_set
+    if weights and not model_config.has_decoder:
+        raise ConfigError(
+            f"--{min(weights).replace('_', '-')} has no effect with --model {arguments.model}, which has no caption "
+            "decoder (multimodal_cfg); leave it out, or use one of the coca models"
         )
     if arguments.eval_ema and section.ema_decay is None:
         raise ConfigError(

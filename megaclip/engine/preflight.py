@@ -263,6 +263,7 @@ def workload_of(arguments: TrainArguments, inputs: Inputs, world_size: int) -> W
         samples=len(inputs.train),
         evaluation=EvaluationSets(arguments.eval_batch_size, pairs, labelled) if pairs or labelled else None,
         steps=min(steps, arguments.stop_after_steps or steps),
+        objective_pairs=inputs.objective is not None and inputs.objective.encodes_pairs(),
         async_save=arguments.async_save,
     )
 

@@ -47,6 +47,8 @@ class TokenizerChoice:
             settings = tokenizer.write_open_clip(folder)
         if _hugging_face_model(config) is None:
             settings["vocab_size"] = rows
+        if config.has_decoder:  # the padding is no label of its loss, and its text tower masks it
+            settings["pad_id"] = tokenizer.pad_id
         if isinstance(tokenizer, HuggingFaceTokenizer):
             described = text.hf_tokenizer_name
             # with a name here open_clip reads the files beside the card

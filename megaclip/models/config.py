@@ -126,6 +126,11 @@ class Description(_Section, abc.ABC):
     custom_text: bool = False
     """True: exported weights have the text tower's names under `text.`. The model itself is the same."""
 
+    @property
+    def has_decoder(self) -> bool:
+        """True if the model has a caption decoder, which reads the tokens of both towers (CoCa)."""
+        return False
+
     @classmethod
     @abc.abstractmethod
     def from_dict(cls, description: dict[str, Any], source: str = "model config") -> Self:

@@ -115,12 +115,24 @@ class DualEncoder(nn.Module, abc.ABC):
         for call, given in for_objective.items():
             image = {} if call == "text" else {"images": images, "image_features": image_features}
             text = {} if call == "image" else {"tokens": tokens, "text_features": text_features}
-            results[call] = self.objective({**image, **text, **given})
+            results[call] = self.objective({**image, **text, **given, **self.tower_tokens()})
         return *outputs, results
 
     def _encode(self, tower: nn.Module, inputs: torch.Tensor, *others: Pieces) -> torch.Tensor:
-        features = tower(gather_rows(inputs, group=self.tensor), *others)
+        features = self._features(tower, gather_rows(inputs, group=self.tensor), *others)
         return _unit_length(own_rows(features, self.tensor))
+
+    def _features(self, tower: nn.Module, inputs: torch.Tensor, *others: Pieces) -> torch.Tensor:
+        """Return features (b, D) that are not yet of unit length."""
+        features: torch.Tensor = tower(inputs, *others)
+        return features
+
+    def tower_tokens(self) -> dict[str, torch.Tensor]:
+        """Return the last tokens of the towers in this forward pass, as the fields of an objective's `Chunk`.
+
+        Only a model with a caption decoder has them, and only in a pass with gradients.
+        """
+        return {}
 
     def blank(self, row: torch.Tensor) -> torch.Tensor:
         """Return input for a tower that must take part in a pass, and whose features are multiplied by zero.
@@ -150,7 +162,7 @@ class DualEncoder(nn.Module, abc.ABC):
         Raises:
             ConfigError: a tower has no blocks.
         """
-        for name, tower in (("image", self.visual), ("text", self.text)):
+        for name, tower in self.parts().items():
             blocks = self.tower_blocks(tower)
             if not blocks and checkpoint_fn is not None:
                 raise ConfigError(
@@ -162,6 +174,10 @@ class DualEncoder(nn.Module, abc.ABC):
                 if not hasattr(block, "checkpoint_fn"):
                     block.__class__ = _checkpointed(kind)
                 block.checkpoint_fn = checkpoint_fn  # type: ignore[assignment]
+
+    def parts(self) -> dict[str, Any]:
+        """Return the parts of the model that have blocks, by name: "image", "text", and "decoder" if it has one."""
+        return {"image": self.visual, "text": self.text}
 
     @abc.abstractmethod
     def lock_image_tower(self, unlocked_groups: int = 0) -> None:
@@ -206,8 +222,8 @@ class DualEncoder(nn.Module, abc.ABC):
         """
         classes: dict[type, type] = {}
         parts = []
-        for name, tower in (("image", self.visual), ("text", self.text)):
-            whole = whole_image_tower and (name == "image" or self.compiles_whole_text_tower)
+        for name, tower in self.parts().items():
+            whole = whole_image_tower and (name == "image" or (name == "text" and self.compiles_whole_text_tower))
             modules = [tower] if whole else [block for block in self.blocks_to_compile(tower) if where(block)]
             for module in modules:
                 kind = type(module)

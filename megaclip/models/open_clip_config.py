@@ -50,6 +50,8 @@ class OpenClipConfig(Description):
     """Image tower."""
     text_cfg: OpenClipText
     """Text tower and tokenizer."""
+    multimodal_cfg: dict[str, Any] | None = None
+    """Caption decoder (CoCa); None: the model has none."""
     nonscalar_logit_scale: bool = False
     """True: exported scalars have shape (1,) instead of ()."""
 
@@ -65,6 +67,8 @@ class OpenClipConfig(Description):
             raise ConfigError(f"{source}: {reason}; choose another model (`megaclip show models` lists them)")
         _check_keys(description, source)
         config = cls._validated(description, f"{source}: ")
+        if config.has_decoder:
+            _check_decoder(description, source)
         if config.text_cfg.embed_cls and not config.has_text_prefix:
             raise ConfigError(
                 f"{source}: text_cfg.embed_cls true requires custom_text true: without it open_clip's model has no "
@@ -86,6 +90,10 @@ class OpenClipConfig(Description):
         return settings
 
     @property
+    def has_decoder(self) -> bool:
+        return self.multimodal_cfg is not None
+
+    @property
     def has_text_prefix(self) -> bool:
         """True if open_clip's parameter names have the text tower under `text.`."""
         return self.custom_text or self.text_cfg.hf_model_name is not None
@@ -94,8 +102,6 @@ class OpenClipConfig(Description):
 def reason_refused(description: dict[str, Any]) -> str | None:
     """Return why no implementation trains the model, or None."""
     vision, text = (description.get(name) or {} for name in ("vision_cfg", "text_cfg"))
-    if description.get("multimodal_cfg") is not None:
-        return "multimodal_cfg describes a captioning model (CoCa), whose decoder needs a loss that MegaCLIP lacks"
     for key, kind in {"audio_cfg": "an audio tower", "genlip_cfg": "a generative model (GenLIP)"}.items():
         if description.get(key) is not None:
             return f"{key} describes {kind}, and MegaCLIP trains image-text models with a contrastive loss"
@@ -107,8 +113,8 @@ def reason_refused(description: dict[str, Any]) -> str | None:
     if isinstance(size, list) and len(set(map(str, size))) > 1:
         return f"vision_cfg.image_size {size} is not square, and the loader makes square images"
     for name, section in (("vision_cfg", vision), ("text_cfg", text)):
-        if section.get("output_tokens"):
-            return f"{name}.output_tokens true makes the tower return tokens, which only a captioning head (CoCa) reads"
+        if section.get("output_tokens") and description.get("multimodal_cfg") is None:
+            return f"{name}.output_tokens true makes the tower return tokens, which only a caption decoder reads"
     return None
 
 
@@ -125,9 +131,10 @@ def _check_keys(description: dict[str, Any], source: str) -> None:
     """Raise ConfigError for keys that open_clip does not have: it would fail, or ignore them."""
     package = import_open_clip()
     sections: dict[str, tuple[Any, set[str]]] = {
-        "": (description, set(OpenClipConfig.model_fields) | {"multimodal_cfg"}),
+        "": (description, set(OpenClipConfig.model_fields)),
         "vision_cfg.": (description.get("vision_cfg"), _fields(package.CLIPVisionCfg) | {"timm_model_kwargs"}),
         "text_cfg.": (description.get("text_cfg"), _fields(package.CLIPTextCfg)),
+        "multimodal_cfg.": (description.get("multimodal_cfg"), _fields(package.coca_model.MultimodalCfg)),
     }
     for prefix, (given, known) in sections.items():
         for key in given if isinstance(given, dict) else ():
@@ -138,6 +145,33 @@ def _check_keys(description: dict[str, Any], source: str) -> None:
         raise ConfigError(
             f"{source}: vision_cfg.patch_dropout {json.dumps(vision['patch_dropout'])} has no effect on a ResNet; set "
             "it to 0"
+        )
+
+
+def _check_decoder(description: dict[str, Any], source: str) -> None:
+    """Raise ConfigError if open_clip could not build a model with a caption decoder, or not train it."""
+    vision, text = description["vision_cfg"], description["text_cfg"]
+    for name, section in (("vision_cfg", vision), ("text_cfg", text)):
+        if not section.get("output_tokens"):
+            raise ConfigError(
+                f"{source}: {name}.output_tokens false, and multimodal_cfg requires true: the decoder reads the tokens "
+                "of both towers; set it"
+            )
+    if vision.get("timm_model_name") or isinstance(vision.get("layers"), list):
+        raise ConfigError(
+            f"{source}: vision_cfg describes an image tower of timm or a ResNet, which return no tokens, and "
+            "multimodal_cfg requires them; use open_clip's vision transformer"
+        )
+    length, limit = text.get("context_length", 77), description["multimodal_cfg"].get("context_length", 77)
+    if length - 1 > limit:
+        raise ConfigError(
+            f"{source}: multimodal_cfg.context_length {limit} is too short for text_cfg.context_length {length}; set "
+            f"it to {length}"
+        )
+    if not description.get("custom_text") and not text.get("hf_model_name"):
+        raise ConfigError(
+            f"{source}: custom_text false, and multimodal_cfg requires true: without it open_clip builds no decoder; "
+            "set it"
         )
 
 

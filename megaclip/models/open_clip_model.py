@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from megaclip.comm.parallelism import ONE_RANK
 from megaclip.errors import ConfigError, first_line
+from megaclip.models.caption_decoder import CaptionDecoder
 from megaclip.models.dual_encoder import DualEncoder
 from megaclip.models.hugging_face import known_configurations, position_limit
 from megaclip.models.open_clip_config import OpenClipConfig
@@ -57,6 +58,8 @@ class OpenClipModel(DualEncoder):
         self.tensor = ONE_RANK
         built = _build(config)
         self.visual, self.text = built.visual, built.text
+        self.text_decoder = self._decoder(built) if config.has_decoder else None
+        self._tokens: dict[str, torch.Tensor] = {}
         self._check_context_length()
         # Shape (1,), because DeepSpeed cannot initialise with 0-d parameters.
         self.logit_scale = nn.Parameter(torch.full((1,), config.init_logit_scale))
@@ -92,10 +95,33 @@ class OpenClipModel(DualEncoder):
         """Return positions, from a buffer that stays float32, in the dtype of the embeddings they are added to."""
         return positions.to(self.logit_scale.dtype)
 
-    def _encode(self, tower: nn.Module, inputs: torch.Tensor, *others: Pieces) -> torch.Tensor:
+    def _decoder(self, built: Any) -> CaptionDecoder:
+        """Return the caption decoder, with the padding of the text tower."""
+        if type(getattr(self.text, "pooler", None)).__name__ == "ClsPooler":
+            raise ConfigError(
+                f"text_cfg.hf_pooler_type of {self.config.text_cfg.hf_model_name} is cls_pooler, which removes the "
+                'first token, and the labels of multimodal_cfg require all; use "mean_pooler"'
+            )
+        config = getattr(self.text, "config", None)
+        pad_id = self.config.text_cfg.pad_id if config is None else config.pad_token_id
+        return CaptionDecoder(built.text_decoder, pad_id)
+
+    def tower_tokens(self) -> dict[str, torch.Tensor]:
+        tokens, self._tokens = self._tokens, {}
+        return tokens
+
+    def parts(self) -> dict[str, nn.Module]:
+        return super().parts() | ({} if self.text_decoder is None else {"decoder": self.text_decoder})
+
+    def _features(self, tower: nn.Module, inputs: torch.Tensor, *others: Pieces) -> torch.Tensor:
         if inputs.is_floating_point():
             inputs = inputs.to(self.logit_scale.dtype)
-        return super()._encode(tower, inputs, *others)
+        features = super()._features(tower, inputs, *others)
+        if isinstance(features, tuple):
+            features, tokens = features
+            if torch.is_grad_enabled() and self.objective is not None and self.training:
+                self._tokens["image_tokens" if tower is self.visual else "text_tokens"] = tokens
+        return features
 
     def blank(self, row: torch.Tensor) -> torch.Tensor:
         """Return rows from which the towers compute finite features.
@@ -123,6 +149,9 @@ class OpenClipModel(DualEncoder):
         Trained blocks are gathered in parts in a tower with locked parameters, and where they read the images.
         """
         blocks: list[tuple[nn.Module, bool]] = []
+        if self.text_decoder is not None:  # its blocks read the tokens of both towers
+            trained = all(parameter.requires_grad for parameter in (*self.visual.parameters(), *self.text.parameters()))
+            blocks += [(block, trained) for block in self.tower_blocks(self.text_decoder)]
         for tower in (self.visual, self.text):
             trained = all(parameter.requires_grad for parameter in tower.parameters())
             first = next(tower.parameters())
@@ -227,10 +256,13 @@ def _build(config: OpenClipConfig) -> Any:
                 f"text_cfg.hf_model_name {config.text_cfg.hf_model_name!r} requires transformers, which cannot be "
                 f"imported ({error}); run  pip install 'megaclip[open-clip]'"
             ) from None
+    # CustomTextCLIP also builds the towers of open_clip's class CLIP, whose text tower has no module of its own.
+    build = package.CustomTextCLIP
+    if config.has_decoder:
+        build = functools.partial(package.CoCa, multimodal_cfg=description["multimodal_cfg"])
     try:
         with known_configurations(), _timm_arguments(timm_arguments):
-            # CustomTextCLIP also builds the towers of open_clip's class CLIP, whose text tower has no module of its own
-            return package.CustomTextCLIP(
+            return build(
                 embed_dim=config.embed_dim,
                 vision_cfg={**description["vision_cfg"], "timm_model_pretrained": False},
                 text_cfg={**description["text_cfg"], "hf_model_pretrained": False},

@@ -5,11 +5,13 @@ or the user's own file and class. docs/objectives.md shows how to write one.
 
 - `base`: the interface. `Objective` is the base class, `Chunk` and `WholeBatch` are what its methods receive.
 - `distillation`: teachers' similarities and features. `teacher`: a frozen model as a teacher.
+- `caption`: the caption loss of CoCa, the objective of every model with a caption decoder.
 - `registry`: finds the class that the settings name, and constructs the objective.
 """
 
 from megaclip.data.fields import Field
 from megaclip.objectives.base import Chunk, Objective, WholeBatch
+from megaclip.objectives.caption import Caption
 from megaclip.objectives.registry import OBJECTIVES, load_objective
 
-__all__ = ["OBJECTIVES", "Chunk", "Field", "Objective", "WholeBatch", "load_objective"]
+__all__ = ["OBJECTIVES", "Caption", "Chunk", "Field", "Objective", "WholeBatch", "load_objective"]

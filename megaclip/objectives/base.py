@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from megaclip.data.fields import Field
+from megaclip.errors import ConfigError
 
 if TYPE_CHECKING:
     from megaclip.data import ImageTransform
@@ -140,7 +141,12 @@ class Objective(nn.Module):
         return {}
 
     def attach(self, model: "DualEncoder") -> None:
-        """Make the model known, and build the modules."""
+        """Make the model known, and build the modules. Raises ConfigError if the objective does not fit the model."""
+        if self.tokens and not model.config.has_decoder:
+            raise ConfigError(
+                f"the objective {type(self).__name__} reads tokens of the towers, and this model returns none; use a "
+                "model with a caption decoder (multimodal_cfg), or remove `tokens` from the objective"
+            )
         self.__dict__["model"] = model  # not registered as a submodule: the objective is one of the model
         self.build(model)
 

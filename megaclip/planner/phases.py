@@ -16,6 +16,7 @@ import math
 from dataclasses import astuple, dataclass, fields, replace
 
 from megaclip.losses.costs import Sizes
+from megaclip.models.linear_cross_entropy import LOGITS_AT_ONCE
 from megaclip.planner.constants import EVALUATED_TEXTS, EVALUATION_TILES
 from megaclip.planner.losses import megaclip_loss_bytes
 from megaclip.planner.states import (
@@ -136,7 +137,9 @@ def step_phases(workload: Workload, states: States) -> Phases:
             kept_graphs=image_graphs + text_graphs,
             embeddings=embedding_bytes(workload),
             loss=loss_bytes(workload),
-            gathered_parameters=gathered_bytes(workload, image.parameters) if workload.encodes_together else 0.0,
+            gathered_parameters=gathered_bytes(workload, image.parameters)
+            if workload.encodes_together or workload.pairs
+            else 0.0,
         ),
         image_tower_backward=_backward_phase(image, states, image_graphs),
         text_tower_backward=_backward_phase(text, states, image_graphs + text_graphs),
@@ -164,11 +167,19 @@ def _forward_phase(work: TowerWork, kept: float, number: int) -> Phase:
     embeddings = 0.0 if workload.megaclip.embeddings_offload else embedding_bytes(workload)
     return Phase(
         kept_graphs=kept,
-        activations=activations,
+        activations=activations + (_logit_bytes(work) if work.kept else 0.0),
         data_chunks=_data_chunks(work),
         embeddings=embeddings / 2 * number,
         gathered_parameters=gathered_bytes(workload, work.parameters),
     )
+
+
+def _logit_bytes(work: TowerWork) -> float:
+    """Return the bytes of the logits that a caption decoder computes at a time, which do not depend on the chunk."""
+    if not (work.is_text and work.workload.model.has_decoder):
+        return 0.0
+    text = work.workload.model.text_cfg
+    return 12.0 * min(LOGITS_AT_ONCE, work.micro_batch * text.context_length * text.vocab_size)
 
 
 def _data_chunks(work: TowerWork) -> float:
@@ -188,12 +199,14 @@ def _backward_phase(work: TowerWork, states: States, kept: float) -> Phase | Non
         return None
     image, text = tower_work(workload)
     several = workload.backward_passes > 1
-    activations = work.micro_batch * work.costs.backward_peak
+    activations = work.micro_batch * work.costs.backward_peak + _logit_bytes(work)
     offloads = workload.megaclip.embeddings_offload
 
     def phase(other_done: bool) -> Phase:
         own_done = work.chunks > 1  # at the second chunk, beside the first one's gradients
         image_done, text_done = (other_done, own_done) if work.is_text else (own_done, other_done)
+        if workload.pairs:
+            image_done = text_done = own_done
         done = image.trained * image_done + text.trained * text_done
         other = (image if work.is_text else text).parameters if several else None
         return Phase(
@@ -212,7 +225,8 @@ def _backward_phase(work: TowerWork, states: States, kept: float) -> Phase | Non
         phases.append(replace(beside, kept_graphs=kept, activations=beyond_graph))
     if work.encoded_again:
         beside = phase(image.trained > 0 if work.is_text else text.kept > 0)
-        phases.append(replace(beside, activations=activations, data_chunks=_data_chunks(work)))
+        other_graph = _graph_bytes(image) if work.is_text and workload.pairs else 0.0
+        phases.append(replace(beside, kept_graphs=other_graph, activations=activations, data_chunks=_data_chunks(work)))
     return max(phases, key=lambda phase: phase.total)
 
 

@@ -199,7 +199,7 @@ def reduction_under_way(workload: Workload, states: States, tower: Parameters, a
 
 
 def gathered_bytes(workload: Workload, tower: Parameters, *, other: Parameters | None = None) -> float:
-    """Return the bytes of a tower's parameters, or of both towers' in a step of one pass, that are whole on the GPU
+    """Return the bytes of a tower's parameters, or of both towers' if one pass runs both, that are whole on the GPU
     while it runs; 0 below stage 3.
 
     other: the other tower, if it takes part in a backward pass.
@@ -207,7 +207,7 @@ def gathered_bytes(workload: Workload, tower: Parameters, *, other: Parameters |
     zero = workload.zero
     if zero.stage != 3 or (workload.replicas == 1 and workload.offload_parameters == "none"):
         return 0
-    if workload.encodes_together:
+    if workload.encodes_together or workload.pairs:
         tower, other = workload.parameters[0].joined(workload.parameters[1]), None
     large = tower.above(zero.param_persistence_threshold)
     kept = kept_elements(workload, large, offloads=False)  # DeepSpeed fetches as many ahead with offload_param

@@ -23,13 +23,17 @@ _USUAL, _LONG = (8, 32), (33, 77)
 _LONG_SHARE = 0.1
 
 
-def text_chunks_for(model: ModelDescription, compute_bytes: int, cut_captions: bool | str) -> TextChunks:
+def text_chunks_for(
+    model: ModelDescription, compute_bytes: int, cut_captions: bool | str, *, pairs: bool = False
+) -> TextChunks:
     """Return the limits of a run's text chunks: the number of captions that take about as much memory as one image.
 
     Chunks of open_clip's text towers are not divided into pieces. They contain as little padding as the captions of an
     image chunk only if there are several text chunks. compute_bytes: bytes of an activation. cut_captions:
-    megaclip.cut_captions.
+    megaclip.cut_captions. pairs: an objective pairs images with captions, so their chunks have the same samples.
     """
+    if pairs or model.has_decoder:
+        return TextChunks()
     if isinstance(model, OpenClipConfig):
         image, text = (tower_costs(model, tower, compute_bytes) for tower in ("image", "text"))
         least = LEAST_CUT_CHUNKS if cuts_captions(cut_captions, model.text_cfg) else 1
@@ -40,10 +44,11 @@ def text_chunks_for(model: ModelDescription, compute_bytes: int, cut_captions: b
     return TextChunks(max(1, round(tokens * tower.width * tower.layers / numbers)))
 
 
-def fitted(config: TrainingConfig, model: ModelDescription) -> TrainingConfig:
-    """Return the settings of a run with the sizes of text chunks for the model."""
+def fitted(config: TrainingConfig, model: ModelDescription, *, pairs: bool = False) -> TrainingConfig:
+    """Return the settings of a run with the sizes of text chunks for the model. pairs: as for `text_chunks_for`."""
     compute_bytes = 2 if config.bf16 else 4
-    return replace(config, text_chunks=text_chunks_for(model, compute_bytes, config.megaclip.cut_captions))
+    chunks = text_chunks_for(model, compute_bytes, config.megaclip.cut_captions, pairs=pairs)
+    return replace(config, text_chunks=chunks)
 
 
 def assumed_length(share: float) -> int:

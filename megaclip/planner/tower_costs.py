@@ -174,12 +174,17 @@ def _per_row(few: Costs, many: Costs, rows: int) -> Costs:
 def trace_tower(model: DualEncoder, name: str, samples: int) -> TowerCosts:
     """Return the costs of a chunk of `samples` in a tower of a model on the meta device, in training mode.
 
+    A caption decoder is a part of the text tower where a graph is made. Its work is that of the backward pass.
+
     Raises:
-        ConfigError: the tower cannot encode its inputs, or not to `embed_dim` numbers.
+        ConfigError: the tower cannot encode its inputs, or not to `embed_dim` numbers, or a decoder cannot read them.
     """
     tower = model.visual if name == "image" else model.text
-    blocks = model.tower_blocks(tower)
-    trained_blocks = {block for block in blocks if any(parameter.requires_grad for parameter in block.parameters())}
+    decoder = model.parts().get("decoder") if name == "text" else None
+    blocks, decoder_blocks = model.tower_blocks(tower), [] if decoder is None else model.tower_blocks(decoder)
+    image_tokens = torch.empty(0) if decoder is None else _image_tokens(model, samples)
+    of_both = [*blocks, *decoder_blocks]
+    trained_blocks = {block for block in of_both if any(parameter.requires_grad for parameter in block.parameters())}
     inputs_of_blocks: dict[nn.Module, int] = {}
     recomputed: list[int] = [0]
     with_gradient: set[torch.Tensor] = set()
@@ -195,7 +200,7 @@ def trace_tower(model: DualEncoder, name: str, samples: int) -> TowerCosts:
         parameter.grad = None  # the planner counts the gradients of parameters itself
 
     with ExitStack() as hooks:
-        for block in blocks:
+        for block in of_both:
             hooks.callback(block.register_forward_pre_hook(count_input, with_kwargs=True).remove)
         for block in model.blocks_to_compile(tower):
             for module in block.modules():
@@ -203,16 +208,23 @@ def trace_tower(model: DualEncoder, name: str, samples: int) -> TowerCosts:
                     hooks.callback(module.register_forward_hook(count_output).remove)
         with torch.no_grad(), _Trace() as without_graph:
             _check_features(model, tower, name, samples)
-    forward = without_graph.ended(len(blocks), sum(inputs_of_blocks.values()))
+        forward = without_graph.ended(len(blocks), sum(inputs_of_blocks.values()))
+        if decoder is not None:
+            with torch.no_grad(), _Trace():
+                _check_decoder(decoder, tower, image_tokens, _inputs(model, name, samples, model.logit_scale.dtype))
     with ExitStack() as hooks, _Trace() as graph:
-        for parameter in tower.parameters():
+        for parameter in (*tower.parameters(), *(() if decoder is None else decoder.parameters())):
             if parameter.requires_grad:
                 hooks.callback(parameter.register_post_accumulate_grad_hook(freed).remove)
         inputs = _inputs(model, name, samples, model.logit_scale.dtype)
-        features = tower(inputs)
-        kept = graph.now - inputs.nbytes
+        outputs = tower(inputs)
         graph.ended(0, 0)
-        features.sum().backward()
+        results = [output.sum() for output in outputs] if isinstance(outputs, tuple) else [outputs.sum()]
+        if decoder is not None:
+            results[1] = decoder(image_tokens, outputs[1], inputs, inputs[:, 1:].numel())
+        kept = graph.now - inputs.nbytes
+        del outputs
+        sum(results).backward()
     check_use_of_adapters(tower, with_gradient)
     backward = graph.ended(len(trained_blocks), sum(inputs_of_blocks[block] for block in trained_blocks))
     return TowerCosts(without_graph.peak, kept, graph.peak, sum(recomputed), max(recomputed), forward, backward)
@@ -224,7 +236,8 @@ def _check_features(model: DualEncoder, tower: nn.Module, name: str, samples: in
     section, key = ("vision_cfg", "image_size") if name == "image" else ("text_cfg", "context_length")
     setting = f"{section}.{key} {getattr(getattr(config, section), key)}"
     try:
-        shape = tower(_inputs(model, name, samples, model.logit_scale.dtype)).shape
+        features = tower(_inputs(model, name, samples, model.logit_scale.dtype))
+        shape = (features[0] if isinstance(features, tuple) else features).shape
     except Exception as error:  # the libraries do not document what they raise
         raise ConfigError(
             f"{setting}: the {name} tower {type(tower).__name__} cannot encode such inputs: {type(error).__name__}: "
@@ -235,6 +248,25 @@ def _check_features(model: DualEncoder, tower: nn.Module, name: str, samples: in
             f"embed_dim {config.embed_dim}: the {name} tower {type(tower).__name__} returns {list(shape)[1:]} numbers "
             f"per sample; correct embed_dim, or the pooling and the projection in {section}"
         )
+
+
+def _image_tokens(model: DualEncoder, samples: int) -> torch.Tensor:
+    """Return tokens of images, which a caption decoder reads and sends a gradient to."""
+    with torch.no_grad():
+        _, tokens = model.visual(_inputs(model, "image", 1, model.logit_scale.dtype))
+    return torch.empty(samples, *tokens.shape[1:], dtype=tokens.dtype, device="meta", requires_grad=True)
+
+
+def _check_decoder(decoder: nn.Module, text: nn.Module, image_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Raise ConfigError if a caption decoder cannot read the tokens of the towers."""
+    try:
+        decoder(image_tokens, text(tokens)[1], tokens, 1)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"multimodal_cfg: the caption decoder cannot read the tokens of the towers: {first_line(error)}; its width "
+            "must be that of text_cfg, and that of the image tokens: embed_dim with vision_cfg.attentional_pool, else "
+            "vision_cfg.width"
+        ) from error
 
 
 def _inputs(model: DualEncoder, name: str, samples: int, dtype: torch.dtype) -> torch.Tensor:

@@ -134,8 +134,10 @@ def _moved_elements(workload: Workload) -> _MovedElements:
     threshold = workload.zero.param_persistence_threshold
     # DeepSpeed gathers the small parameters once, after the update.
     gathered = workload.total - sum(tower.above(threshold).total for tower in towers)
-    if workload.encodes_together:
-        return _MovedElements(gathered + _gathered(workload, image.joined(text), 1, 1, offloads=False), reduced)
+    if workload.encodes_together or workload.pairs:
+        forward, backward = workload.chunks[0] + again[0], workload.chunks[0]
+        both = _gathered(workload, image.joined(text), forward, backward, offloads=False)
+        return _MovedElements(gathered + both, reduced)
     # In the order of `megaclip.step.gradient_cache`: parameters are released when the other tower's passes begin.
     passes = [
         (text, 0, kept.text),

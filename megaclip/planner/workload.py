@@ -117,6 +117,8 @@ class Workload:
     (`planner.text_chunks`), and nothing is saved in memory."""
     steps: int | None = None
     """Number of steps of the run. None: unknown, and assumed to be large."""
+    objective_pairs: bool = False
+    """True if the objective pairs images with captions (`Objective.encodes_pairs`). A caption decoder always does."""
     async_save: bool = False
     """True if checkpoints are written from a copy in host memory (--async-save)."""
 
@@ -143,7 +145,7 @@ class Workload:
             model=model,
             megaclip=config.megaclip,
             zero=config.zero,
-            batch=fitted(config, model).batch_layout(world_size),
+            batch=fitted(config, model, pairs=run.get("objective_pairs", False)).batch_layout(world_size),
             bf16=config.bf16,
             gradient_bytes={"fp32": 4, "bf16": 2}.get(str(accumulate), 2 if config.bf16 else 4),
             accumulates_in_bf16=config.accumulates_in_bf16,
@@ -153,6 +155,12 @@ class Workload:
             checkpointing=checkpoints_to if config.activation_checkpointing else "",
             **run,
         )
+        if workload.pairs and workload.batch.text_micro_batch != workload.batch.micro_batch:
+            raise ConfigError(
+                f"megaclip.text_micro_batch_size {workload.batch.text_micro_batch} differs from "
+                f"train_micro_batch_size_per_gpu {workload.batch.micro_batch}, and the caption decoder or the "
+                "objective pairs images with captions; leave it out"
+            )
         locks = ("image", workload.image_unlocked), ("text", workload.text_unlocked)
         for (name, unlocked), parameters in zip(locks, workload.parameters, strict=True):
             if unlocked is not None and config.megaclip.lora is not None:
@@ -176,7 +184,7 @@ class Workload:
         if text_micro_batch is not None:
             section = section.model_copy(update={"text_micro_batch_size": text_micro_batch * tensor_ranks})
         rows, chunk = local_batch or self.batch.local_batch, micro_batch or self.batch.micro_batch
-        limits = text_chunks_for(self.model, self.compute_bytes, section.cut_captions)
+        limits = text_chunks_for(self.model, self.compute_bytes, section.cut_captions, pairs=self.pairs)
         batch = BatchLayout(
             global_batch=rows * self.world_size,
             micro_batch=chunk,
@@ -288,12 +296,12 @@ class Workload:
         """Chunks whose graphs a step keeps. "auto" counts as 0 here; `megaclip.planner.memory.resolve_auto` replaces it
         by a number."""
         setting = self.megaclip.keep_graphs
-        return kept_graphs(0 if setting == "auto" else setting, *self._chunks_and_trained)
+        return kept_graphs(0 if setting == "auto" else setting, *self._chunks_and_trained, self.pairs)
 
     @property
     def graphs(self) -> KeptGraphs:
         """Chunks of the trained towers, each of which needs a graph."""
-        return kept_graphs(sum(self.chunks), *self._chunks_and_trained)
+        return kept_graphs(sum(self.chunks), *self._chunks_and_trained, self.pairs)
 
     @property
     def encoded_again(self) -> tuple[int, int]:
@@ -308,7 +316,12 @@ class Workload:
     @property
     def backward_passes(self) -> int:
         """Number of backward passes of a step."""
-        return backward_passes(*self._chunks_and_trained)
+        return backward_passes(*self._chunks_and_trained, self.pairs)
+
+    @property
+    def pairs(self) -> bool:
+        """True if one pass encodes a chunk of images together with its captions."""
+        return self.objective_pairs or self.model.has_decoder
 
     @property
     def image_readings(self) -> float:
@@ -325,7 +338,7 @@ class Workload:
         """Mean number of token positions per caption that the text tower computes: the context length if captions are
         not cut."""
         text = self.model.text_cfg
-        if not cuts_captions(self.megaclip.cut_captions, text):
+        if self.pairs or not cuts_captions(self.megaclip.cut_captions, text):
             return text.context_length
         if self.text_positions_saved is None:
             return mean_positions(self.batch.text_micro_batch, self.batch.text_chunks, text, self.tensor_ranks)
@@ -340,7 +353,8 @@ class Workload:
 
     @property
     def parameters(self) -> tuple[Parameters, Parameters]:
-        """Sizes of the image tower's and the text tower's parameters on one rank, without the loss's scalars."""
+        """Sizes of the image tower's and the text tower's parameters on one rank, without the loss's scalars. A caption
+        decoder counts as a part of the text tower."""
         return tower_parameters(
             type(self.model),
             self.model.model_dump_json(),
@@ -362,7 +376,7 @@ class Workload:
 
     @property
     def _chunks_and_trained(self) -> tuple[tuple[int, int], list[bool]]:
-        return self.chunks, [tower.trained > 0 for tower in self.parameters]
+        return self.chunks, [self.pairs or tower.trained > 0 for tower in self.parameters]
 
 
 def nvme_paths(zero: DeepSpeedZeroConfig) -> list[Path]:
@@ -395,10 +409,10 @@ def tower_parameters(
             if parameter.requires_grad == trainable
         )
 
-    image, text = (
-        Parameters(sizes(tower, True), sizes(tower, False), lora is not None) for tower in (model.visual, model.text)
+    image, text, *decoder = (
+        Parameters(sizes(part, True), sizes(part, False), lora is not None) for part in model.parts().values()
     )
-    return image, text
+    return image, text.joined(decoder[0]) if decoder else text
 
 
 def _device(offload: Any) -> str:

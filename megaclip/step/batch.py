@@ -37,7 +37,7 @@ class StepBatch(Protocol):
     def chunks(self, tower: Tower, *, read_once: int, again: bool) -> Iterator[Tensor]:
         """Yield the tower's inputs on its device, in `order`: normalised pixels, or tokens (_, L) int64.
 
-        Chunks of captions may differ in L. Their first chunk is available when all images of the step have been read,
+        Chunks of captions may differ in L. Sorted captions are available when all images of the step have been read,
         so the image tower must run before the text tower if it has several chunks.
 
         read_once: number of first chunks that this step reads only once. Each may be freed after its use.

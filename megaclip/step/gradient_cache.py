@@ -5,7 +5,8 @@ chunks of the step's samples, the reading of images a second time, parameters th
 in host memory, random numbers that depend on the step alone, and captions that are sorted by length.
 
 One tower runs after the other, so a step without kept graphs holds the activations of one chunk in one tower only. A
-tower without trainable parameters runs once.
+tower without trainable parameters runs once. If an objective pairs images with captions, such as that of a caption
+decoder, one pass encodes a chunk of images together with its captions.
 
 Batch norms normalise a chunk by its own mean and deviation, in both encodings. Their running statistics change once per
 chunk, in the first encoding. At the end of the step they are averaged over the ranks, so they are equal on every rank.
@@ -198,8 +199,9 @@ class _TowerChunks:
         return features | step.terms.gradients()
 
     def resume(self, chunk: int) -> None:
-        """Keep the parameters of the towers gathered."""
-        self._step.gathered.use(*(_modules(self._step.model)[tower] for tower in self._towers))
+        """Keep the parameters of the towers gathered, and with both towers those of a decoder."""
+        parts = list(self._step.model.parts().values())
+        self._step.gathered.use(*(parts if len(self._towers) > 1 else [parts[tower] for tower in self._towers]))
 
 
 class _Step:
@@ -224,11 +226,12 @@ class _Step:
         self.cached: dict[Role, Tensor] = {}
         """Gradients of the features."""
         self._embeddings_device = embeddings_device
-        trained = trained_towers(self.model)
+        self._pairs = terms.pairs
+        trained = list(Tower) if self._pairs else trained_towers(self.model)
         chunks, is_trained = [batch.chunk_count(tower) for tower in Tower], [tower in trained for tower in Tower]
-        self.kept = kept or kept_graphs(0, chunks, is_trained)
+        self.kept = kept or kept_graphs(0, chunks, is_trained, self._pairs)
         assert all(kept <= count for kept, count in zip(self.kept, chunks, strict=True)), (self.kept, chunks)
-        orders = _forward_order(chunks, is_trained)
+        orders = [tuple(Tower)] if self._pairs else _forward_order(chunks, is_trained)
         self.sources = [_TowerChunks(towers, self, is_trained=towers[0] in trained) for towers in orders]
 
     def include_other_tower(self, order: Sequence[tuple[ChunkSource, int]]) -> None:
@@ -237,7 +240,7 @@ class _Step:
         DeepSpeed overwrites the last step's gradients in a step's first backward pass (stage 3, offload) and copies the
         sums to the host in its last one (offload), but only for parameters that take part in that pass.
         """
-        if len(trained_towers(self.model)) < 2 or len(order) == 1:
+        if self._pairs or len(trained_towers(self.model)) < 2 or len(order) == 1:
             return
         offloads = self.engine.zero_offload_optimizer() is not None
         required = [order[0]] if offloads or self.engine.zero_optimization_stage() == 3 else []

@@ -35,23 +35,32 @@ def encodes_together(chunks: Sequence[int], trained: Sequence[bool]) -> bool:
     return all(trained) and all(count == 1 for count in chunks)
 
 
-def backward_passes(chunks: Sequence[int], trained: Sequence[bool]) -> int:
-    """Return the number of backward passes of a step; without a trained tower there is one, for the loss's scalars."""
+def backward_passes(chunks: Sequence[int], trained: Sequence[bool], pairs: bool = False) -> int:
+    """Return the number of backward passes of a step; without a trained tower there is one, for the loss's scalars.
+
+    pairs: one pass encodes a chunk of both towers, because a caption decoder reads the tokens of both.
+    """
+    if pairs:
+        return chunks[0]
     return 1 if encodes_together(chunks, trained) else max(1, sum(_graphs(chunks, trained)))
 
 
-def kept_graphs(number: int, chunks: Sequence[int], trained: Sequence[bool]) -> KeptGraphs:
+def kept_graphs(number: int, chunks: Sequence[int], trained: Sequence[bool], pairs: bool = False) -> KeptGraphs:
     """Return the kept graphs of each tower if a step keeps `number` graphs, or all if it has fewer.
 
     The image tower's graphs come first. Memory is planned for captions of full length, and most captions are shorter,
     so per byte an image graph saves more computation. It also saves reading its images again. If a step has one
     backward pass, its graphs are always kept.
 
-    chunks: number of chunks of each tower in a step. trained: whether the tower has trainable parameters.
+    chunks: number of chunks of each tower in a step. trained: whether the tower has trainable parameters. pairs: a pass
+    encodes a chunk of both towers, and has the graphs of both.
     """
     image, text = _graphs(chunks, trained)
-    if backward_passes(chunks, trained) == 1:
+    if backward_passes(chunks, trained, pairs) == 1:
         number = image + text
+    if pairs:
+        number = min(number // 2, image)
+        return KeptGraphs(image=number, text=number)
     images = min(number, image)
     return KeptGraphs(image=images, text=min(number - images, text))
 

@@ -46,6 +46,11 @@ class StepTerms:
         self._values: dict[str, Tensor] = {}
         """Values () of this rank's terms of the batch."""
 
+    @property
+    def pairs(self) -> bool:
+        """True if a pass encodes a chunk of images together with its captions."""
+        return self._objective is not None and self._objective.encodes_pairs()
+
     def weight(self, name: str) -> float:
         return 1.0 if self._objective is None else self._objective.weights.get(name, 1.0)
 
@@ -56,7 +61,7 @@ class StepTerms:
         """
         if self._objective is None:
             return None
-        if self._objective.encodes_pairs():
+        if self.pairs:
             return {"pair": self._inputs(rows[Tower.IMAGE], again=again)}
         return {tower.name.lower(): self._inputs(of_tower, again=again) for tower, of_tower in rows.items()}
 
@@ -82,7 +87,7 @@ class StepTerms:
         if self._counts:
             names = sorted(self._counts)
             own = upload(torch.tensor([float(self._counts[name]) for name in names]), self._device)
-            self._addends = dict(zip(names, sum_over_ranks(own).unbind(), strict=True))
+            self._addends = dict(zip(names, sum_over_ranks(own).clamp(min=1).unbind(), strict=True))
 
     def gradients(self) -> dict[Role, Tensor]:
         """Return the gradient of the loss by each term of a chunk that was computed, () on the device."""

@@ -114,14 +114,15 @@ class StepStore:
         *,
         text_chunks: int,
         context_length: int,
-        divide_captions: DivideCaptions,
+        divide_captions: DivideCaptions | None,
     ) -> None:
         """
         Args:
             loader: yields n Batches of m rows per step. It then yields the chunks again that are read twice and are not
                 kept in its slots. If it holds n chunks, its slots keep all pixels of a step; fewer only buffer them.
             text_chunks: number of text chunks per step.
-            divide_captions: divides a step's captions into chunks.
+            divide_captions: divides a step's captions into chunks. None: each chunk of images is encoded together with
+                its captions, in as many text chunks.
         """
         self._loader, self._feed, self._slots = loader, feed, loader.slots
         self._image_chunks, self._text_chunks = loader.micro_batches_per_step, text_chunks
@@ -201,10 +202,10 @@ class StepStore:
         return self._feed.inputs(tower, source(read_once, again))
 
     def pieces(self, chunk: int) -> Pieces | None:
-        return self.captions().pieces_of(chunk)
+        return None if self._divide_captions is None else self.captions().pieces_of(chunk)
 
     def order(self, tower: Tower) -> Tensor | None:
-        return None if tower is Tower.IMAGE else self.captions().order
+        return None if tower is Tower.IMAGE or self._divide_captions is None else self.captions().order
 
     def captions(self) -> CaptionChunks:
         """Return this step's chunks of captions; the first call waits until all captions of the step have been read.
@@ -215,7 +216,8 @@ class StepStore:
             tokens = self._tokens[self._step % 2]
             here = self._wait_for(self._first_chunk + self._image_chunks - 1)
             tokens = tokens if here else torch.zeros_like(tokens)
-            self._captions = self._divide_captions(tokens, self._text_chunks)
+            divide = self._divide_captions or CaptionChunks.whole
+            self._captions = divide(tokens, self._text_chunks)
             if self._step == 0 and here and self._captions.mean_tokens is not None:
                 logger.info("%s", self._captions.summary())
         return self._captions
@@ -250,7 +252,14 @@ class StepStore:
                 self._release(start + chunk)
 
     def _texts(self, read_once: int, again: bool) -> Iterator[Tensor]:
-        yield from itertools.islice(self.captions(), read_once if again else 0, None)
+        first = read_once if again else 0
+        if self._divide_captions is not None:
+            yield from itertools.islice(self.captions(), first, None)
+            return
+        for chunk in range(first, self._image_chunks):
+            here = self._wait_for(self._first_chunk + chunk)  # the captions of the other chunks may arrive later
+            tokens = self.tokens().chunk(self._image_chunks)[chunk]
+            yield tokens if here else torch.zeros_like(tokens)
 
     @property
     def _first_chunk(self) -> int:

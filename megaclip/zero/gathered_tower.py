@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -93,7 +94,8 @@ class GatheredTower:
 def trace_kinds_of_passes(engine: DeepSpeedEngine) -> None:
     """Let ZeRO-3 record and prefetch the order of modules of each kind of pass. Below ZeRO-3 it does nothing.
 
-    A kind is the direction and the towers that the model's forward pass runs.
+    A kind is the direction, the towers that the model's forward pass runs, and whether it makes a graph: only then a
+    caption decoder runs.
     """
     if engine.zero_optimization_stage() < 3:
         return
@@ -114,7 +116,8 @@ def trace_kinds_of_passes(engine: DeepSpeedEngine) -> None:
         current = kind
 
     def before_forward(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-        start(("forward", *(each is not None for each in inputs[:2])))  # and DeepSpeed's own hook resets the step
+        # DeepSpeed's own hook resets the step.
+        start(("forward", torch.is_grad_enabled(), *(each is not None for each in inputs[:2])))
 
     def after_forward(_: nn.Module, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
         kind = ("backward", *(each is not None for each in inputs[:2]))

@@ -523,7 +523,8 @@ def loss_of(case: Case) -> Callable[..., Tensor]:
 def kept_of(model: ClipModel, case: Case) -> KeptGraphs:
     """Return the numbers of graphs that a step of the case keeps."""
     chunks = (case.accumulation, case.text_chunks or case.accumulation)
-    return kept_graphs(case.keep, chunks, [tower in trained_towers(model) for tower in Tower])
+    pairs = model.objective is not None and model.objective.encodes_pairs()
+    return kept_graphs(case.keep, chunks, [pairs or tower in trained_towers(model) for tower in Tower], pairs)
 
 
 def backpropagate(engine: DeepSpeedEngine, case: Case, step: int, loss=None, batch: StepBatch | None = None) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import deepspeed.comm as dist
@@ -25,6 +26,7 @@ from megaclip.data import ImageTransform
 from megaclip.losses import LOSSES
 from megaclip.models import DualEncoder, OpenClipConfig, build_model
 from megaclip.models.lora import add_adapters
+from megaclip.objectives import Caption
 from megaclip.open_clip_package import import_open_clip
 from megaclip.step.batch import DeviceFeed, Tower
 from megaclip.step.gradient_cache import RandomState
@@ -42,17 +44,17 @@ from tests.distributed.engine_cases import (
     whole_parameters,
 )
 from tests.distributed.memory_batch import MemoryBatch
-from tests.open_clip_families import CONTEXT_LENGTH, IMAGE_SIZE, VOCAB_SIZE, family
+from tests.open_clip_families import CONTEXT_LENGTH, CUT_CONTEXT_LENGTH, IMAGE_SIZE, VOCAB_SIZE, family
 
 CHUNKS = 2
-CUT_CONTEXT_LENGTH = 24
+CAPTION_WEIGHT = 2.0
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
 TRANSFORM = ImageTransform(IMAGE_SIZE, mean=MEAN, std=STD)
 
 
 @dataclass(frozen=True)
 class Case(engine_cases.Case):
-    """Settings of one training. captions: "cut", or "" for captions that have the context length."""
+    """Settings of one training. captions: "cut", "padded", or "" for captions that have the context length."""
 
     accumulation: int = CHUNKS
     family: str = ""
@@ -65,7 +67,7 @@ class Case(engine_cases.Case):
 def description(case: Case, folder: Path) -> OpenClipConfig:
     """Return the model of a case. folder: see `family`."""
     config = family(case.family, folder)
-    return config.replace(text_cfg={"context_length": CUT_CONTEXT_LENGTH}) if case.captions else config
+    return config.replace(text_cfg={"context_length": CUT_CONTEXT_LENGTH}) if case.captions == "cut" else config
 
 
 def whole_batch(step: int, *, cuts: bool = False) -> tuple[Tensor, Tensor]:
@@ -104,7 +106,9 @@ def smooth_activations() -> Iterator[None]:
 def start_engine(case: Case, folder: Path, *more: str) -> DeepSpeedEngine:
     """Build the engine as a run does. more: further flags."""
     with smooth_activations():
-        return engine_cases.start_engine(case, None, *more, model=description(case, folder))
+        config = description(case, folder)
+        objective = Caption(CAPTION_WEIGHT) if config.has_decoder else None
+        return engine_cases.start_engine(case, None, *more, model=config, objective=objective)
 
 
 def take_step(engine: DeepSpeedEngine, case: Case, step: int, outcome: Outcome) -> None:
@@ -113,7 +117,7 @@ def take_step(engine: DeepSpeedEngine, case: Case, step: int, outcome: Outcome) 
     images, tokens = (whole[rank::ranks] for whole in whole_batch(step, cuts=bool(case.captions)))
     feed = DeviceFeed(torch.device("cpu"), torch.bfloat16 if case.bf16 else torch.float32, TRANSFORM.normalise)
     model = engine.module
-    cut = model.config.text_cfg if case.captions else None
+    cut = model.config.text_cfg if case.captions == "cut" else None
     loss = LOSSES["clip" if model.logit_bias is None else "siglip"](exchange="ring", reduction="feature")
     batch = MemoryBatch(images.chunk(CHUNKS), tokens, feed, text_chunks=case.text_chunks or CHUNKS, cut=cut)
     engine_cases.take_step(engine, case, step, outcome, loss, batch)
@@ -156,17 +160,40 @@ def oracle(case: Case, folder: Path, rates: Rates = same_rates) -> Outcome:
         torch.manual_seed(SEED)
         add_adapters(model, LoraSettings(**lora).model_dump())
     training = OracleTraining(case, rates=rates, model=model)
-    outcome = training.train(lambda step: _features(model, case, step))
+    outcome = training.train(
+        lambda step: _features(model, case, step),
+        lambda loss, _, __, step: loss + caption_loss(model, case, step),
+    )
     outcome.statistics = statistics_of(model)
     return outcome
 
 
-def _features(model: DualEncoder, case: Case, step: int) -> tuple[Tensor, Tensor]:
-    """Return the features (BATCH, D) of both towers, ordered by rank."""
+def caption_loss(model: DualEncoder, case: Case, step: int) -> Tensor | float:
+    """Return the caption loss of open_clip's CoCa in one process, from the logits of all tokens."""
+    if not model.config.has_decoder:
+        return 0.0
+    import_open_clip()
+    from open_clip.transformer import MultimodalTransformer
+
+    pixels, tokens = _inputs(case, step)
+    decoder = SimpleNamespace(**model.text_decoder._modules, batch_first=True, grad_checkpointing=False)
+    decoder.text_projection, decoder.attn_mask = model.text_decoder.text_projection, model.text_decoder.attn_mask
+    logits = MultimodalTransformer.forward(decoder, model.visual(pixels)[1], model.text(tokens)[1][:, :-1])
+    return CAPTION_WEIGHT * nn.functional.cross_entropy(logits.permute(0, 2, 1), tokens[:, 1:], ignore_index=0)
+
+
+def _inputs(case: Case, step: int) -> tuple[Tensor, Tensor]:
+    """Return normalised pixels and tokens of the whole batch."""
     images, tokens = whole_batch(step, cuts=bool(case.captions))
     pixels = (images.double() / 255 - torch.tensor(MEAN).double().view(3, 1, 1)) / torch.tensor(STD).double().view(
         3, 1, 1
     )
+    return pixels, tokens
+
+
+def _features(model: DualEncoder, case: Case, step: int) -> tuple[Tensor, Tensor]:
+    """Return the features (BATCH, D) of both towers, ordered by rank."""
+    pixels, tokens = _inputs(case, step)
     buffers = model.statistics(model.visual)
     before = [buffer.clone() for buffer in buffers]
     after: list[list[Tensor]] = []

@@ -21,7 +21,7 @@ from tests.distributed.engine_cases import STEPS, WORLD_SIZE, Outcome, whole_par
 from tests.distributed.harness import or_traceback, run_ranks
 from tests.distributed.open_clip_cases import Case, description, oracle, start_engine, statistics_of, train
 from tests.distributed.test_engine import comparisons
-from tests.open_clip_families import BOTH_RANDOM, FAMILIES, WITH_BATCH_NORM, family
+from tests.open_clip_families import BOTH_RANDOM, COCA, FAMILIES, WITH_BATCH_NORM, family
 from tests.tolerances import OPEN_CLIP_BF16, OPEN_CLIP_ENGINE, compare, exceeded, unnoticed
 
 WAYS: dict[str, dict] = {
@@ -48,6 +48,10 @@ QUICK |= {
     "both random zero3 adapters": Case(3, family=BOTH_RANDOM, checkpointing="plain", section=ADAPTERS),
     "mobileclip zero2 adapters": Case(2, family="mobileclip", section=ADAPTERS),
     "eva zero1 cut": Case(1, family="eva", captions="cut", resumes=False),
+    "coca zero0": Case(0, family=COCA, captions="padded"),
+    "coca zero1 kept compiled": Case(1, family=COCA, captions="padded", keep=2, compiled=True, coalesce=True),
+    "coca zero2 offloaded": Case(2, family=COCA, captions="padded", offload="optimizer", resumes=False),
+    "coca zero3 kept": Case(3, family=COCA, captions="padded", keep=2),
 }
 GRID = {
     f"{name} zero{stage} {way}": Case(stage, family=name, **WAYS[way])

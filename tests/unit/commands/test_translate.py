@@ -138,7 +138,7 @@ def test_flags_of_both_and_flags_with_other_names_are_kept(run, monkeypatch):
 
 def test_every_flag_without_an_equivalent_is_named_with_the_reason(run):
     flags = """--train-data a.tar --train-num-samples 999 --dataset-resampled --local-loss --gather-with-grad --horovod
-        --model ViT-B-32 --coca-caption-loss-weight 2 --pretrained laion2b --pretrained-image --use-bn-sync --lr_tau 1
+        --model ViT-B-32 --remote-sync s3://b --pretrained laion2b --pretrained-image --use-bn-sync --lr_tau 1
         --imagenet-v2 x --my-own 3 --aug-cfg color_jitter=0.1"""
     _, arguments, config, notes = translated(run, "srun python -u src/training/main.py", flags)
     named = {word.strip(":") for word in re.findall(r"^--\S+", notes, re.MULTILINE)}

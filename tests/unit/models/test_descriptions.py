@@ -74,10 +74,17 @@ def test_towers_without_features_for_the_loss_are_refused(tmp_path, tower, chang
         trace_tower(model, tower, samples=2)
 
 
+DECODER = {"multimodal_cfg": {"width": 16}, "text_cfg": {**TEXT, "output_tokens": True}, "custom_text": True}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"multimodal_cfg": {"width": 8}}, "CoCa"),
+        ({"multimodal_cfg": {"width": 8}}, "vision_cfg.output_tokens false, and multimodal_cfg requires true"),
+        ({"vision_cfg": {"timm_model_name": "x", "output_tokens": True}, **DECODER}, "of timm or a ResNet"),
+        ({"vision_cfg": {"output_tokens": True}, **DECODER, "custom_text": False}, "custom_text false"),
+        ({"vision_cfg": {"output_tokens": True}, **DECODER, "multimodal_cfg": {"context_length": 4}}, "too short"),
+        ({"vision_cfg": {"output_tokens": True}, **DECODER, "multimodal_cfg": {"query": 4}}, "multimodal_cfg.query"),
         ({"audio_cfg": {"width": 8}}, "audio tower"),
         ({"vision_cfg": {"timm_model_name": "naflexvit_base_patch16_gap"}}, "NaFlex"),
         ({"vision_cfg": {"timm_model_name": "x", "image_size": [32, 64]}}, "not square"),

@@ -97,6 +97,7 @@ def plan_of_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         job = workload(tmp_path, ranks=machine.gpus, megaclip=section)
         job = replace(job, image_unlocked=0 if lock_image else None)
         inputs = SimpleNamespace(
+            objective=None,
             config=load_training_config(tmp_path / "ds.json"),
             model_config=load_model_config("ViT-B-32"),
             train=range(100_000),

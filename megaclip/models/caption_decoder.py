@@ -1,0 +1,66 @@
+"""The caption decoder of CoCa (arXiv:2205.01917), which predicts each token of a caption from those before it.
+
+Blocks with causal attention over the caption alternate with blocks that attend to the tokens of the image. Parameters
+have the names of open_clip's `MultimodalTransformer`. Padding is no label, and its logits are not computed.
+
+Shapes: b captions, L tokens, P tokens of an image, C channels, V words.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from megaclip.models.linear_cross_entropy import linear_cross_entropy
+
+
+class CaptionDecoder(nn.Module):
+    """open_clip's decoder with the sum of the captions' cross entropies as output."""
+
+    attn_mask: torch.Tensor
+
+    def __init__(self, built: Any, pad_id: int) -> None:
+        """
+        Args:
+            built: open_clip's `MultimodalTransformer`, whose modules are used.
+            pad_id: id of the padding.
+        """
+        super().__init__()
+        self.resblocks, self.cross_attn, self.ln_final = built.resblocks, built.cross_attn, built.ln_final
+        self.text_projection = built.text_projection
+        self.pad_id, self.vocab_size = pad_id, self.text_projection.shape[1]
+        self.register_buffer("attn_mask", built.attn_mask, persistent=False)
+        if not self.text_projection.is_meta:
+            # open_clip leaves the values of this memory as they are; its `init_parameters` names the distribution.
+            nn.init.normal_(self.text_projection, std=self.text_projection.shape[0] ** -0.5)
+
+    def forward(
+        self, image_tokens: torch.Tensor, text_tokens: torch.Tensor, tokens: torch.Tensor, count: int | None = None
+    ) -> torch.Tensor:
+        """Return the sum of the cross entropies of all labels, () in float32 or higher precision.
+
+        Args:
+            image_tokens: (b, P, C), the image tower's.
+            text_tokens: (b, L, C), the text tower's.
+            tokens: (b, L) int64. The label of a token is the next one.
+            count: `label_count` of these captions. Default: it is computed, for which the host waits for the device.
+        """
+        x_bLC, length = text_tokens[:, :-1], text_tokens.shape[1] - 1
+        mask = self.attn_mask[:length, :length]
+        for block, cross_block in zip(self.resblocks, self.cross_attn, strict=True):
+            x_bLC = block(x_bLC, attn_mask=mask)
+            x_bLC = cross_block(x_bLC, image_tokens, image_tokens)  # ZeRO-3's hooks see positional arguments only
+        labels = tokens[:, 1:].flatten()
+        is_label = self.is_label(labels)
+        count = int(is_label.sum()) if count is None else count
+        chosen = is_label.logical_not().to(torch.uint8).argsort(stable=True)[:count]
+        hidden_TC = self.ln_final(x_bLC.flatten(0, 1).index_select(0, chosen))
+        return linear_cross_entropy(hidden_TC, self.text_projection, labels.index_select(0, chosen))
+
+    def label_count(self, tokens: torch.Tensor) -> int:
+        """Return the number of labels of captions (b, L), which the caption loss is the mean over."""
+        return int(self.is_label(tokens[:, 1:]).sum())
+
+    def is_label(self, labels: torch.Tensor) -> torch.Tensor:
+        """Return True for tokens that are no padding, and that the decoder has a logit for."""
+        return (labels != self.pad_id) & (labels < self.vocab_size)
