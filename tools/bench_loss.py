@@ -55,6 +55,7 @@ TURN_SECONDS = 0.1
 LEAST_PER_TURN = 2
 MOST_PER_TURN = 100
 ALONE_REPEATS = 30
+ALONE_SECONDS = 1.0
 LONG_S = 0.5
 """Calls of more seconds are measured twice, and calls alone are not measured apart."""
 SINGLE_S = 10.0
@@ -249,7 +250,7 @@ def measure(
         factor = (gradient * reference).sum() / (gradient * gradient).sum()
         error = ranks.largest(((gradient * factor - reference).norm() / reference.norm()).item())
     milliseconds, machine = timed(step, once, ranks)
-    alone = milliseconds if once > LONG_S else timed_alone(step, ranks)
+    alone = milliseconds if once > LONG_S else timed_alone(step, once, ranks)
     x.grad = y.grad = None
     return milliseconds, alone, machine, peak, error
 
@@ -263,10 +264,10 @@ def seconds_of(run: Callable[[], Any], ranks: Ranks) -> float:
     return ranks.largest(time.perf_counter() - start)
 
 
-def timed_alone(step: Callable[[], Any], ranks: Ranks) -> float:
-    """Return the median milliseconds of steps between which the GPU is idle, slowest rank."""
+def timed_alone(step: Callable[[], Any], once: float, ranks: Ranks) -> float:
+    """Return the median milliseconds of steps between which the GPU is idle, slowest rank. once: seconds of a step."""
     seconds = []
-    for _ in range(ALONE_REPEATS):
+    for _ in range(min(ALONE_REPEATS, max(3, math.ceil(ALONE_SECONDS / once)))):
         ranks.barrier()
         torch.cuda.synchronize()
         start = time.perf_counter()

@@ -46,6 +46,7 @@ from megaclip.ops.tiles import DEFAULT_OPTIONS
 from megaclip.planner import plan_memory, plan_time
 from megaclip.planner.losses import megaclip_loss_bytes
 
+Options = argparse.Namespace
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("megaclip ring feature", "megaclip all_gather feature", "megaclip ring feature bf16")
 PEERS = ("open_clip", "DisCo-CLIP", "Inf-CL")
@@ -151,7 +152,7 @@ def main() -> int:
     return int(failed or outside > 0)
 
 
-def run(commands: list[Command], options: argparse.Namespace, folder: Path) -> bool:
+def run(commands: list[Command], options: Options, folder: Path) -> bool:
     """Run the commands, side by side where GPUs are free, and append their rows. Return True if one has failed."""
     deadline = time.monotonic() + options.limit
     waiting, free, failed = list(commands), list(range(options.gpus)), False
@@ -197,7 +198,7 @@ def start(command: Command, gpus: list[int], folder: Path) -> Job:
     return Job(command, gpus, results, log, process)
 
 
-def append(row: dict[str, Any], command: Command, options: argparse.Namespace) -> None:
+def append(row: dict[str, Any], command: Command, options: Options) -> None:
     """Append a row with its plan to the file, and print it."""
     row = {"part": command.part, "row": command.name, "gpus": command.gpus, **row}
     row["command"] = shlex.join(command.words).replace(f"{ROOT}/", "")
@@ -209,7 +210,7 @@ def append(row: dict[str, Any], command: Command, options: argparse.Namespace) -
     print(f"{time.strftime('%T')} {command.part}: {command.name}: {', '.join(shown)}", flush=True)
 
 
-def planned(row: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
+def planned(row: dict[str, Any], options: Options) -> dict[str, float]:
     """Return the planned MiB and seconds of a measured row, as far as the planner knows them."""
     method = row.get("method", "")
     cluster = described_cluster(options, gpus=row["gpus"])
@@ -239,11 +240,10 @@ def compare(file: Path) -> int:
     """Print the rows of a file beside their plans. Return the number of figures that are more than a tenth off."""
     outside = 0
     for row in map(json.loads, file.read_text().splitlines()):
-        peak, seconds = (
-            row.get("extra_peak_mib", row.get("peak_mib")),
-            row.get("step_s", row.get("milliseconds", 0) / 1e3),
-        )
-        for unit, plan, measured in (("MiB", row.get("planned_mib"), peak), ("s", row.get("planned_s"), seconds)):
+        seconds = row.get("step_s") or row.get("milliseconds", 0) / 1e3
+        pairs = {"mib": row.get("extra_peak_mib", row.get("peak_mib")), "s": seconds}
+        for unit, measured in pairs.items():
+            plan = row.get(f"planned_{unit}")
             if plan and measured:
                 off = abs(plan / measured - 1) > OFF
                 outside += off
@@ -253,40 +253,36 @@ def compare(file: Path) -> int:
     return outside
 
 
-def tests(part: str, name: str, options: argparse.Namespace, file: str, selected: str) -> Command:
+def tests(part: str, name: str, options: Options, file: str, selected: str) -> Command:
     """Return a command that runs tests of tests/gpu."""
     pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", f"tests/gpu/{file}", "-k", selected)
     return Command(part, name, options.gpus, pytest)
 
 
-def loss_commands(options: argparse.Namespace, folder: Path) -> Iterator[Command]:
+def loss_commands(options: Options, folder: Path) -> Iterator[Command]:
     yield tests("loss", "exactness", options, "test_clip_loss_nccl.py", f"[{options.gpus}]")
     for embedding in (512, 768):
-        yield loss(options, "loss", f"D={embedding}", (32, 64, 128, 256), embedding, OURS + PEERS)
-        yield loss(options, "loss", f"D={embedding} to 4M", (128, 1024, 4096), embedding, OURS[:1])
+        yield loss(options, "loss", f"D={embedding}", (32, 64, 128, 256, 1024), embedding, *OURS[:2], *PEERS)
+        yield loss(options, "loss", f"D={embedding} 4M", (32, 4096), embedding, OURS[0], seconds=90)
 
 
-def loss(
-    options: argparse.Namespace, part: str, name: str, kibi: tuple[int, ...], embedding: int, methods: tuple[str, ...]
-) -> Command:
-    """Return a command of tools/bench_loss.py. kibi: batches in units of 1,024."""
+def loss(options: Options, part: str, name: str, kibi: tuple[int, ...], *of: Any, seconds: int = 3) -> Command:
+    """Return a command of tools/bench_loss.py. kibi: batches in units of 1,024. of: embedding dimension and methods."""
     batches = [64 * options.gpus] if options.tiny else [1024 * each for each in kibi]
-    words = ("--batch", *map(str, batches), "--embedding", str(embedding), "--seconds", "60", "--methods", *methods)
+    words = ("--batch", *map(str, batches), "--seconds", str(seconds), "--embedding", str(of[0]), "--methods", *of[1:])
     return Command(part, name, options.gpus, (str(ROOT / "tools/bench_loss.py"), *words))
 
 
-def train(
-    options: argparse.Namespace, part: str, name: str, gpus: int, model: str, batch: int, micro: int, *flags: str
-) -> Command:
-    """Return a command of tools/bench_train.py. batch: of all GPUs. micro: samples of one GPU in a tower at a time."""
-    words = ["--model", model, "--batch", str(batch), "--micro-batch", str(micro), *flags]
+def train(options: Options, part: str, name: str, gpus: int, of: tuple[str, int, int], *flags: str) -> Command:
+    """Return a command of tools/bench_train.py. of: model, batch, and samples of one GPU in a tower at a time."""
+    words = ["--model", of[0], "--batch", str(of[1]), "--micro-batch", str(of[2]), *flags]
     if options.tiny:
         words = ["--model", "demo-tiny", "--batch", str(32 * gpus), "--micro-batch", "8", "--precision", "fp32", *flags]
         words += ["--compile", "false", "--workers", "0", "--steps", "1"]
     return Command(part, name, gpus, (str(ROOT / "tools/bench_train.py"), *words))
 
 
-def config(folder: Path, options: argparse.Namespace, stage: int, tensor_ranks: int = 1) -> tuple[str, str]:
+def config(folder: Path, options: Options, stage: int, tensor_ranks: int = 1) -> tuple[str, str]:
     """Write the ds_config.json of tools/bench_train.py with these settings. Return the flag that names it."""
     section = DEFAULT_CONFIG["megaclip"] | {"tensor_parallel_size": tensor_ranks}
     changed = DEFAULT_CONFIG | {"zero_optimization": {"stage": stage}, "megaclip": section}
@@ -297,9 +293,14 @@ def config(folder: Path, options: argparse.Namespace, stage: int, tensor_ranks: 
     return "--deepspeed_config", str(path)
 
 
-def steps_commands(options: argparse.Namespace, folder: Path) -> Iterator[Command]:
+def open_clip(options: Options) -> list[str]:
+    """Return the flags of tools/bench_train.py for compiled open_clip, without --methods."""
     source = ["--open-clip-source", str(options.open_clip_source.resolve())] if options.open_clip_source else []
-    both = ["--methods", "megaclip", "open_clip_compiled", *source]
+    return ["open_clip_compiled", *source]
+
+
+def steps_commands(options: Options, folder: Path) -> Iterator[Command]:
+    both = ["--methods", "megaclip", *open_clip(options)]
     for model, batch, micro, steps, methods in (
         ("ViT-B-32", 32768, 2048, 3, both),
         ("ViT-B-16", 4096 * options.gpus, 512, 3, both),
@@ -308,34 +309,38 @@ def steps_commands(options: argparse.Namespace, folder: Path) -> Iterator[Comman
         ("ViT-L-14", 2**20, 256, 0, ["--methods", "megaclip"]),
     ):
         flags = [*methods, "--compile", "true", "--steps", str(steps)]
-        yield train(options, "steps", f"{model} B={batch}", options.gpus, model, batch, micro, *flags)
+        yield train(options, "steps", f"{model} B={batch}", options.gpus, (model, batch, micro), *flags)
 
 
-def scaling_commands(options: argparse.Namespace, folder: Path) -> Iterator[Command]:
-    *few, most = [count for count in (1, 2, 4, 8) if count <= options.gpus]
-    for stage, count in [(stage, count) for count in few for stage in (1, 3)] + [(stage, most) for stage in (1, 3, 2)]:
-        flags = [*config(folder, options, stage), "--methods", "megaclip", "--compile", "true", "--steps", "4"]
-        yield train(options, "scaling", f"ZeRO-{stage} on {count}", count, "ViT-B-16", 4096 * count, 512, *flags)
+def scaling_commands(options: Options, folder: Path) -> Iterator[Command]:
+    for count in (1, 2, 4, 8):
+        for name in ("ZeRO-1", "open_clip", "ZeRO-3", "ZeRO-2"):
+            if count <= options.gpus:
+                methods = open_clip(options) if name == "open_clip" else ["megaclip"]
+                stage = 1 if name == "open_clip" else int(name[-1])
+                flags = [*config(folder, options, stage), "--methods", *methods, "--compile", "true", "--steps", "3"]
+                of = ("ViT-B-16", 4096 * count, 512)
+                yield train(options, "scaling", f"{name} on {count}", count, of, *flags)
 
 
-def tensor_commands(options: argparse.Namespace, folder: Path) -> Iterator[Command]:
+def tensor_commands(options: Options, folder: Path) -> Iterator[Command]:
     yield tests("tensor-parallel", "exactness", options, "test_tensor_parallel_nccl.py", f"{options.gpus}_gpus")
     for model, micro, extra in (("ViT-bigG-14", 64, []), ("ViT-5B-14", 32, ["--checkpointing"])):
         for size in (2, 1, 4, 8):
             if size <= options.gpus:
                 flags = [*config(folder, options, 1, size), "--methods", "megaclip", *extra, "--keep-graphs", "0"]
-                of = (f"{model} T={size}", options.gpus, model, 2 * micro * options.gpus, micro)
-                yield train(options, "tensor-parallel", *of, *flags)
+                of = (model, 2 * micro * options.gpus, micro)
+                yield train(options, "tensor-parallel", f"{model} T={size}", options.gpus, of, *flags)
 
 
-def two_level_commands(options: argparse.Namespace, folder: Path) -> Iterator[Command]:
+def two_level_commands(options: Options, folder: Path) -> Iterator[Command]:
     for name, ranks_per_host in (("two levels", options.gpus // 2), ("flat", options.gpus)):
-        command = loss(options, "two-level", name, (32, 128), 512, OURS[:2])
+        command = loss(options, "two-level", name, (32, 128), 512, *OURS)
         apart = f"NCCL_HOSTID=half$((2 * RANK / {options.gpus}))"
         yield replace(command, variables=f"LOCAL_WORLD_SIZE={ranks_per_host} {apart}")
 
 
-PARTS: dict[str, Callable[[argparse.Namespace, Path], Iterator[Command]]] = {
+PARTS: dict[str, Callable[[Options, Path], Iterator[Command]]] = {
     "loss": loss_commands,
     "steps": steps_commands,
     "scaling": scaling_commands,
