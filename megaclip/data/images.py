@@ -226,6 +226,7 @@ def _is_for_gpu(image: Image.Image, content: bytes) -> bool:
     is_ycc = image.info.get("adobe_transform", 1) == 1 and [number for number, *_ in image.layer] == [1, 2, 3]
     return (
         (is_ycc or image.mode == "L")
+        and all(table in image.quantization for *_, table in image.layer)
         and image.width * image.height <= LARGEST_ON_GPU
         and content.endswith(b"\xff\xd9")  # the CPU finds out whether another file can be used
     )

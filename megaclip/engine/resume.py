@@ -249,8 +249,8 @@ def _check_same_run(state: dict[str, Any], identity: dict[str, Any]) -> None:
     check_manifest(state["data"], identity["data"])
     if (was := state.get("image_decoder", "Pillow")) != (now := identity.get("image_decoder")) and group_rank() == 0:
         logger.warning(
-            "the images before the checkpoint were decoded and resized by %s, and now by %s: their pixels differ by "
-            "rounding, so the losses are not equal to the bit to those of a run without a stop",
+            "the images before the checkpoint were decoded and resized by %s, and now by %s: their pixels differ "
+            "slightly, so the losses are not equal to the bit to those of a run without a stop",
             was,
             now,
         )

@@ -14,6 +14,7 @@ from PIL import Image
 from megaclip.data import GpuDecoder, ImageTransform, TrainLoader, open_gpu_decoder, open_pairs
 from megaclip.data import gpu_decoder as gpu_decoder_module
 from megaclip.data import loader as loader_module
+from megaclip.data.batch import BadSample
 from megaclip.data.images import JpegCrop
 from megaclip.errors import ConfigError
 from tests.unit.data.data_samples import CountingTokenizer, picture, write_tar
@@ -32,10 +33,16 @@ def jpeg(number, width=40, height=30, mode="RGB", **options):
 
 
 def without_quantization_tables(content):
-    """Return a file whose header can be read, and which no decoder accepts."""
+    """Return a file that Pillow refuses, and that shows it in its header."""
     while (start := content.find(b"\xff\xdb")) > 0:
         content = content[:start] + content[start + 2 + int.from_bytes(content[start + 2 : start + 4], "big") :]
     return content
+
+
+def without_a_huffman_table(content):
+    """Return a file that Pillow refuses, and that shows it in its data."""
+    scan = content.index(b"\xff\xda")  # marker, length, number of components, number and tables of the first one
+    return content[: scan + 6] + b"\x33" + content[scan + 7 :]
 
 
 def scrambled(content):
@@ -53,7 +60,8 @@ FILES = {
     "PNG": (picture, False),
     "cut off": (lambda n: jpeg(n)[:-40], False),
     "damaged": (lambda n: scrambled(jpeg(n)), True),
-    "useless": (lambda n: without_quantization_tables(jpeg(n)), True),
+    "useless": (lambda n: without_quantization_tables(jpeg(n)), False),
+    "refused": (lambda n: without_a_huffman_table(jpeg(n)), True),
     "tall": (lambda n: jpeg(n, 24, 61), True),
 }
 """Kind of a file -> a function that makes one, and whether a worker leaves it to the GPU."""
@@ -112,7 +120,7 @@ def test_batches_captions_and_bad_samples_are_those_of_the_cpu(pairs, workers, s
         assert torch.equal(batch.images, other.images)
         assert torch.equal(batch.tokens, other.tokens) and torch.equal(batch.pair_ids, other.pair_ids)
         assert loader.bad_counts == expected.bad_counts
-    assert loader.bad_counts["undecodable image"] >= 2  # the useless and the cut-off one
+    assert loader.bad_counts["undecodable image"] >= 3  # the cut-off, the useless and the refused one
     assert 1 < max(groups) <= 5
     consumed = loader.samples_consumed
     loader.close()
@@ -124,14 +132,12 @@ def test_batches_captions_and_bad_samples_are_those_of_the_cpu(pairs, workers, s
 def test_workers_leave_usable_baseline_files_to_the_gpu(kind, monkeypatch):
     monkeypatch.setattr("megaclip.data.images.LARGEST_ON_GPU", 85 * 41)
     make, for_gpu = FILES[kind]
-    transform = ImageTransform(SIZE, training=True)
     try:
-        found = transform.prepare(make(1), (0, 0, 1), gpu_bytes=3 * SIZE**2)
-    except Exception as error:
-        assert kind == "cut off", error
-        return
-    assert isinstance(found, JpegCrop) == for_gpu
-    assert isinstance(transform.prepare(make(1), (0, 0, 1), gpu_bytes=0), torch.Tensor) if kind != "useless" else True
+        found = ImageTransform(SIZE, training=True).prepare(make(1), (0, 0, 1), gpu_bytes=3 * SIZE**2)
+    except BadSample:
+        assert kind in ("cut off", "useless")
+    else:
+        assert isinstance(found, JpegCrop) == for_gpu
 
 
 def test_a_decoder_that_is_set_later_takes_whole_steps(pairs, monkeypatch):
