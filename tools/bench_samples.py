@@ -70,8 +70,8 @@ def synthetic_captions(lengths: str, context_length: int) -> list[str]:
 class SyntheticTransform(ImageTransform):
     """Transform from a row's bytes, read as a number, to pixels (3, size, size) uint8 of a pool of random pictures."""
 
-    def __call__(
-        self, content: bytes, *, seeds: tuple[int, int, int] = (0, 0, 0), crop: np.ndarray | None = None
+    def prepare(
+        self, content: bytes, seeds: tuple[int, int, int], *, gpu_bytes: int, crop: np.ndarray | None = None
     ) -> Tensor:
         return _pool(self.size)[int.from_bytes(content, "little") % POOL]
 

@@ -59,7 +59,7 @@ def check_sizes(kind: type, b: int, embedding: int, dtype: torch.dtype, reductio
 
 def check_ids(kind: type, meaning: str) -> None:
     """Check that recordings with ids, which change in every step, have the bits of plain losses."""
-    plain, loss = kind(cuda_graphs=False, ids=meaning, **WAY), kind(ids=meaning, **WAY)
+    plain, loss = (kind(**WAY | {"ids": meaning, "cuda_graphs": graphs}) for graphs in (False, True))
     for step in range(5):
         arguments = leaves(63, 70, torch.bfloat16, step)
         ids = torch.randint(40, (63,), generator=torch.Generator().manual_seed(step)).cuda()
