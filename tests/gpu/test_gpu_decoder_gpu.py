@@ -48,6 +48,7 @@ def steps_of(pairs, count, *, on_gpu, place="cpu", folder=None, micro_batches=1,
     batches = [next(loader) for _ in range(count * micro_batches)]
     images, tokens = torch.stack([one.images for one in batches]), torch.stack([one.tokens for one in batches])
     loader.close()
+    slots.close()
     return images.view(count, ROWS, 3, SIZE, SIZE), tokens.view(count, ROWS, -1), loader.bad_counts
 
 
