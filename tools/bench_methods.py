@@ -21,7 +21,7 @@ from torch import Tensor
 from megaclip import __version__
 from megaclip.config import TrainArguments, load_training_config
 from megaclip.data import PairDataset
-from megaclip.engine.inputs import Inputs, read_inputs
+from megaclip.engine.inputs import Inputs, chosen_objective, read_inputs
 from megaclip.engine.preflight import check_fit
 from megaclip.engine.run import Run
 from megaclip.engine.tokenizer_choice import choose_tokenizer
@@ -145,6 +145,7 @@ def case_inputs(case: Case, arguments: TrainArguments) -> Inputs:
         labelled=None,
         train_transform=transform,
         evaluation_transform=transform,
+        objective=chosen_objective(arguments, config.megaclip, model_config),
     )
 
 

@@ -91,13 +91,12 @@ class OpenClipSteps:
             model.set_grad_checkpointing()
         self._bare = model
         self._model = self._parallel(torch.compile(model) if self.compiles == "model" else model)
-        loss = package.loss.ClipLoss(
-            local_loss=True,
-            gather_with_grad=True,
-            cache_labels=self.compiles != "task",
-            rank=dist.get_rank(),
-            world_size=self._batch_layout.world_size,
-        )
+        options: dict[str, Any] = {"local_loss": True, "gather_with_grad": True, "rank": dist.get_rank()}
+        options |= {"world_size": self._batch_layout.world_size, "cache_labels": self.compiles != "task"}
+        self._decodes = inputs.model_config.has_decoder
+        if self._decodes and self._batch_layout.accumulation > 1:
+            raise ConfigError("open_clip's CoCaLoss takes the whole batch at once; use one chunk")
+        loss = package.loss.CoCaLoss(2.0, 1.0, **options) if self._decodes else package.loss.ClipLoss(**options)
         # A graph of model and loss together has no point in time at which the loss starts.
         self._loss = loss if self.compiles == "task" else clock.loss(loss)
         self._whole_step = torch.compile(self._model_and_loss) if self.compiles == "task" else self._model_and_loss
@@ -170,7 +169,11 @@ class OpenClipSteps:
 
     def _model_and_loss(self, images: Tensor, texts: Tensor) -> Tensor:
         output = self._model(images, texts)
-        return self._loss(output["image_features"], output["text_features"], output["logit_scale"])
+        features = output["image_features"], output["text_features"]
+        if self._decodes:
+            contrastive, caption = self._loss(*features, output["logits"], output["labels"], output["logit_scale"])
+            return contrastive + caption
+        return self._loss(*features, output["logit_scale"])
 
     def _on_device(self, batch: Batch) -> Chunk:
         images = self._transform.normalise(batch.images.to(self._device, non_blocking=True), self._dtype)
@@ -214,7 +217,7 @@ def _open_clip_model(package: Any, inputs: Inputs, seed: int, device: torch.devi
     has_text_prefix = any(name.startswith("text.") for name in weights)
     kind = package.CustomTextCLIP if has_text_prefix else package.CLIP
     with device, known_configurations():
-        model = kind(**description, output_dict=True)
+        model = package.CoCa(**description) if config.has_decoder else kind(**description, output_dict=True)
     model.load_state_dict(weights)
     return model
 

@@ -114,7 +114,7 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
         "max_bad_fraction": arguments.max_bad_fraction,
     }
     weights = arguments.train_data_weights or None
-    objective = load_objective(config.megaclip.objective, config.megaclip.objective_settings or {})
+    objective = chosen_objective(arguments, config.megaclip, model_config)
     fields = {} if objective is None else objective.fields
     if fields and arguments.feature_cache is not None:
         raise ConfigError(
@@ -126,7 +126,6 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     if arguments.val_fraction is not None:
         train, validation = train.split(arguments.val_fraction)
         logger.info("--val-fraction: %d samples for training, %d held out", len(train), len(validation))
-    objective = _objective(arguments, config.megaclip, model_config)
     pixels: dict[str, Any] = {"size": model_config.vision_cfg.image_size, **preprocess}
     train_transform = _transform(
         image_card, training=not arguments.no_augmentation, scale=arguments.aug_scale, **pixels
@@ -149,8 +148,14 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     )
 
 
-def _objective(arguments: TrainArguments, section: MegaclipSection, model_config: ModelDescription) -> Objective | None:
-    """Return the objective of the settings, or the caption loss of a model with a caption decoder."""
+def chosen_objective(
+    arguments: TrainArguments, section: MegaclipSection, model_config: ModelDescription
+) -> Objective | None:
+    """Return the objective of the settings, or the caption loss of a model with a caption decoder.
+
+    Raises:
+        ConfigError: the objective cannot be constructed, or leaves the decoder without a loss.
+    """
     chosen = load_objective(section.objective, section.objective_settings or {})
     if not model_config.has_decoder or isinstance(chosen, Caption):
         return chosen

@@ -6,6 +6,7 @@ have the names of open_clip's `MultimodalTransformer`. Padding is no label, and 
 Shapes: b captions, L tokens, P tokens of an image, C channels, V words.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ class CaptionDecoder(nn.Module):
         self.resblocks, self.cross_attn, self.ln_final = built.resblocks, built.cross_attn, built.ln_final
         self.text_projection = built.text_projection
         self.pad_id, self.vocab_size = pad_id, self.text_projection.shape[1]
+        for block in self.resblocks:
+            kind: Any = type(block)
+            block.__class__ = _causal(kind)
         self.register_buffer("attn_mask", built.attn_mask, persistent=False)
         if not self.text_projection.is_meta:
             # open_clip leaves the values of this memory as they are; its `init_parameters` names the distribution.
@@ -64,3 +68,17 @@ class CaptionDecoder(nn.Module):
     def is_label(self, labels: torch.Tensor) -> torch.Tensor:
         """Return True for tokens that are no padding, and that the decoder has a logit for."""
         return (labels != self.pad_id) & (labels < self.vocab_size)
+
+
+@functools.cache
+def _causal(kind: type) -> type:
+    """Return a subclass of open_clip's block whose attention runs in the kernel for causal attention, without a mask in
+    memory."""
+
+    class _CausalBlock(kind):
+        def attention(self, q_x: torch.Tensor, attn_mask: torch.Tensor, **_: Any) -> torch.Tensor:
+            options = {"need_weights": False, "attn_mask": attn_mask.to(q_x.dtype), "is_causal": True}
+            result: torch.Tensor = self.attn(q_x, q_x, q_x, **options)[0]
+            return result
+
+    return _CausalBlock
