@@ -121,7 +121,7 @@ class TrainArguments(BaseModel):
     """number of data worker processes per rank"""
     image_decoder: Literal["auto", "cpu", "gpu"] = "cpu"
     """where JPEG files of the training data are decoded, cropped and resized: 'cpu' (the data workers), 'gpu' (requires
-    torchvision), or 'auto': the data workers, and the GPU if the first steps wait for data"""
+    torchvision), or 'auto': the data workers, or the GPU if the first steps wait for data and it is faster"""
     shard_order: Literal["shuffled", "sequential"] = "shuffled"
     """order of the shards; 'sequential' keeps the given order (for curricula) and shuffles within each shard"""
     shard_cache: str | None = None

@@ -121,8 +121,7 @@ class TrainLoader:
         self.held = len(slots) - ahead
         """Number of micro-batches whose pixels are kept. `read` number n may overwrite those of number n - held."""
         self._reading = 0
-        self.gpu_decoder = gpu_decoder
-        """Decoder of the steps that no worker has begun. It may be set while another thread reads."""
+        self._gpu_decoder, self._for_gpu = gpu_decoder, gpu_decoder is not None
         self._pin_memory = pin_memory
         self._rank, self._world_size = rank, world_size
         self.fields = dataset.fields
@@ -204,8 +203,8 @@ class TrainLoader:
 
         files: row and crop of each of them. slot: of the images.
         """
-        decoder, size = self.gpu_decoder, batch.images[0].numel()
-        assert decoder is not None  # it is set once, and never removed
+        decoder, size = self._gpu_decoder, batch.images[0].numel()
+        assert decoder is not None
         if len(files) < len(batch.images):
             others = f"all but baseline JPEG files of at most {size:,} bytes and {LARGEST_ON_GPU:,} pixels"
             log_once(_logger.info, f"the CPU decodes {others}")
@@ -226,7 +225,7 @@ class TrainLoader:
         GPU decodes)."""
         turns = itertools.cycle(range(len(self.slots)))
         for start in itertools.count(samples_consumed, self.samples_per_step):
-            for_gpu = self.gpu_decoder is not None  # for a whole step: its micro-batches may be read twice
+            for_gpu = self._for_gpu  # for a whole step: its micro-batches may be read twice
             for micro_batch, slot in zip(self._readings, turns, strict=False):
                 yield from ((start, micro_batch, rows, slot, for_gpu) for rows in self._parts)
 
@@ -255,6 +254,11 @@ class TrainLoader:
         rows = self._micro_batch_size * self.micro_batches_per_step
         ids, _ = self._order.visit(rank_positions(samples_consumed, 0, rows, self._rank, self._world_size))
         return torch.from_numpy(ids)
+
+    def decode_on(self, gpu_decoder: GpuDecoder | None) -> None:
+        """Let a GPU decode the steps that no worker has begun, or None. Callable while another thread reads."""
+        self._gpu_decoder = gpu_decoder or self._gpu_decoder  # which parts that have been begun still need
+        self._for_gpu = gpu_decoder is not None
 
     def check_workers(self) -> None:
         """Raise DataError if a worker has died. Callable while another thread waits for the next batch."""

@@ -21,6 +21,7 @@ A run starts (`run.train`):
 - `schedule`: the number of steps, when to save and evaluate, and the learning rate of each step.
 - `trainer`: builds the engine (`megaclip.zero.build`), opens the training data, evaluates, and takes optimizer steps:
   `megaclip.step` computes the gradients, and `megaclip.zero.optimizers` takes the update.
+- `image_decoding`: the decoder of the training images, and how --image-decoder auto chooses it.
 - `feature_cache`: encodes the training images with a locked image tower once, for --feature-cache.
 - `run_loss`: the loss, with the sample ids, the epoch, and the optimizer and state that some losses own.
 - `resume`: finds the checkpoint that --resume specifies, checks that it belongs to this run, and loads it.

@@ -102,10 +102,11 @@ class Checkpoints:
     def _target(self) -> store.Target:
         trainer, arguments = self._trainer, self._trainer.arguments
         progress = {"step": trainer.step, "samples_consumed": trainer.samples_consumed}
+        identity = {**self._identity, "image_decoder": trainer.decoding.libraries}
         return store.Target(
             folder=self.folder,
             step=trainer.step,
-            state={**progress, **self._identity, "image_decoder": trainer.image_decoder, "settings": self.settings},
+            state={**progress, **identity, "settings": self.settings},
             keep_last=arguments.keep_last,
             keep_every=arguments.keep_every_steps,
             run=self.run_id,

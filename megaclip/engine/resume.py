@@ -107,7 +107,7 @@ def resume(trainer: Trainer, identity: dict[str, Any], checkpoints: Path) -> tup
             state = store.read_state(*found)
             if arguments.image_decoder == "auto" and state.get("image_decoder") == GPU_DECODER:
                 with contextlib.suppress(ConfigError):  # the check below warns of another decoder
-                    trainer.use_gpu_decoder()
+                    trainer.decoding.use_gpu()
                     identity = identity | {"image_decoder": GPU_DECODER}
             _check_same_run(state, identity)
             _check_length(state, identity, arguments, loss)

@@ -200,7 +200,7 @@ class Run:
         while self.step < self.last_step:
             step_metrics = self.trainer.train_step(batch)
             self.watchdog.step_done(self.step)
-            if self.trainer.chooses_gpu_decoder(batch):
+            if self.trainer.decoding.step_done(batch, step_metrics.data_wait_s, self.trainer.step_s):
                 metrics.forget_waits()
             metrics.record_step(self.step, step_metrics)
             is_last = self.step == self.last_step

@@ -15,19 +15,20 @@ from deepspeed import DeepSpeedEngine
 
 from megaclip.cache.kept_graphs import MEASURED_STEPS
 from megaclip.cache.passes import restored
-from megaclip.comm.collectives import gather_objects, gather_on_host, raise_on_all_ranks
+from megaclip.comm.collectives import gather_on_host, raise_on_all_ranks
 from megaclip.comm.groups import resolve
 from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import TrainArguments
-from megaclip.data import GpuDecoder, TrainLoader, image_decoder, normalised_pixels, open_gpu_decoder, slots_ahead
+from megaclip.data import TrainLoader, normalised_pixels, slots_ahead
 from megaclip.data.feature_cache import CachedFeatures
 from megaclip.engine.feature_cache import cached_features
+from megaclip.engine.image_decoding import ImageDecoding
 from megaclip.engine.inputs import Inputs
-from megaclip.engine.metrics import WAITED_SHARE, WAITED_STEPS, Metrics, StepMetrics
+from megaclip.engine.metrics import Metrics, StepMetrics
 from megaclip.engine.preflight import keep_more_graphs
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedule import RunLength, chosen_schedule, chosen_warmup
-from megaclip.errors import ConfigError, NonFiniteError
+from megaclip.errors import NonFiniteError
 from megaclip.evaluation import ModelEncoder, evaluate_datasets, example_pictures
 from megaclip.logging import get_logger
 from megaclip.models.compilation import compiled_function, report_compilation
@@ -77,13 +78,9 @@ class Trainer:
             device=self.engine.device,
         )
         self.skipped_steps = SkippedSteps(arguments.skips_in_a_row)
-        self.gpu_decoder: GpuDecoder | None = None
-        """Decoder of the JPEG files that workers leave to the GPU; None if they decode all."""
-        if arguments.image_decoder == "gpu":
-            with raise_on_all_ranks():
-                self.use_gpu_decoder()
-        self._waits: list[tuple[float, float]] = []
-        """Seconds of waiting for samples and of the whole step, for the first steps of this process."""
+        self.decoding = ImageDecoding(arguments.image_decoder, self.engine.device, inputs.train_transform)
+        self.step_s = 0.0
+        """Seconds of the last step."""
         self.features: CachedFeatures | None = None
         """Image features that replace the training images, after `encode_images_once`."""
         self.step = 0
@@ -96,42 +93,6 @@ class Trainer:
     def samples_consumed(self) -> int:
         """Number of samples that the steps took, over all ranks."""
         return self.step * self.batch.global_batch
-
-    @property
-    def image_decoder(self) -> str:
-        """Libraries that decode and resize the training images."""
-        return image_decoder(on_gpu=self.gpu_decoder is not None)
-
-    def use_gpu_decoder(self) -> None:
-        """Decode JPEG files on the GPU. Raises ConfigError if it cannot."""
-        self.gpu_decoder = open_gpu_decoder(self.engine.device, self.inputs.train_transform.interpolation)
-
-    def chooses_gpu_decoder(self, batch: StepStore) -> bool:
-        """Return True if --image-decoder auto changes to the GPU after this step, because the steps wait for data.
-
-        Every rank calls it after each step, and all decide alike.
-        """
-        is_open = self.arguments.image_decoder == "auto" and self.gpu_decoder is None
-        if not is_open or not self.inputs.train_transform.training or self._steps_here != 1 + WAITED_STEPS:
-            return False
-        waits = self._waits[1:]  # the first step waits for the workers to start
-        waited_s, total_s = (sum(step[part] for step in waits) for part in (0, 1))
-        share = max(gather_objects(waited_s / total_s))
-        before, steps = self.image_decoder, f"the first steps waited for samples for {share:.0%} of their time"
-        if share <= WAITED_SHARE:
-            logger.info("--image-decoder auto: %s, so %s decode all images", steps, before)
-            return False
-        try:
-            with raise_on_all_ranks():
-                self.use_gpu_decoder()
-        except ConfigError as problem:
-            self.gpu_decoder = None  # of a rank that could
-            logger.info("--image-decoder auto: %s, but %s", steps, problem)
-            return False
-        assert self.gpu_decoder is not None
-        batch.decode_on(self.gpu_decoder)
-        logger.info("--image-decoder auto: %s; from now on %s decode, not %s", steps, self.image_decoder, before)
-        return True
 
     def resumed(self, step: int) -> None:
         """Continue after `step` steps. The engine and the loss have loaded their checkpoint."""
@@ -189,7 +150,7 @@ class Trainer:
                 max_bad_fraction=arguments.max_bad_fraction,
                 shard_cache=Path(arguments.shard_cache) if arguments.shard_cache else None,
                 shard_cache_bytes=arguments.shard_cache_bytes,
-                gpu_decoder=self.gpu_decoder,
+                gpu_decoder=self.decoding.gpu,
                 features=self.features,
                 slots=slots.tensor,
             )
@@ -244,8 +205,7 @@ class Trainer:
         loss_value, captions = float(loss), batch.captions()  # waits for the device
         equal = None if self.config.megaclip.same_ids == "ignore" else share_of_equal(batch.pair_ids())
         batch.next_step()
-        if self._steps_here <= WAITED_STEPS:
-            self._waits.append((batch.waited_s - waited_s, time.monotonic() - began))
+        self.step_s = time.monotonic() - began
         self._count_step()
         log_scale = self.logit_scale.clamp_() if self.loss.own is None else self.loss.own.log_scale
         if updated:

@@ -172,9 +172,9 @@ class StepStore:
         self._thread.join(_JOIN_S)
         self._loader.close()
 
-    def decode_on(self, gpu_decoder: GpuDecoder) -> None:
-        """Decode JPEG files with `gpu_decoder` from the next step on that no worker has begun."""
-        self._loader.gpu_decoder = gpu_decoder
+    def decode_on(self, gpu_decoder: GpuDecoder | None) -> None:
+        """Let a GPU decode, or None, from the next step on that no worker has begun."""
+        self._loader.decode_on(gpu_decoder)
 
     def next_step(self) -> None:
         """Proceed to the next step, after both passes over this one. A skipped step makes only the first pass."""

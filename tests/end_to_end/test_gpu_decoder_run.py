@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megaclip.data import GpuDecoder
-from megaclip.engine import trainer
+from megaclip.engine import image_decoding
 from tests.distributed.harness import run_ranks
 from tests.end_to_end.training_runs import DS_CONFIG, MODEL, WORLD_SIZE, Finished, flags, run_here, scalars
 from tests.unit.data.test_gpu_decoder import decode
@@ -17,6 +17,7 @@ STEPS = 8
 RUNS: dict[str, list[dict]] = {
     "cpu": [{"image_decoder": "cpu"}],
     "gpu": [{"image_decoder": "gpu", "stop_after_steps": 3}, {"image_decoder": "auto", "resume": "auto"}],
+    "back": [{"image_decoder": "auto"}],
     "auto": [{"image_decoder": "auto", "stop_after_steps": 5}, {"image_decoder": "cpu", "resume": "auto"}],
 }
 """Flags of each process of a run, by name. All read images twice in a step."""
@@ -33,9 +34,10 @@ def with_stand_in(commands: list[list[str]], store: str) -> list[tuple[Finished,
             return decode(files)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(trainer, "WAITED_STEPS", 2)
-            patch.setattr(trainer, "WAITED_SHARE", -1.0)
-            patch.setattr(trainer, "open_gpu_decoder", functools.partial(GpuDecoder, decode=noted))
+            patch.setattr(image_decoding, "WAITED_STEPS", 2)
+            patch.setattr(image_decoding, "WAITED_SHARE", -1.0)
+            patch.setattr(image_decoding, "LARGEST_TIME", 0.0)
+            patch.setattr(image_decoding, "open_gpu_decoder", functools.partial(GpuDecoder, decode=noted))
             ends.append((run_here(command, Path(f"{store} {number}")), len(decoded)))
     return ends
 
@@ -58,18 +60,19 @@ def ends(tiny_run, tmp_path_factory) -> tuple[Path, list[tuple[Finished, int]]]:
 
 def test_losses_are_those_of_the_cpu_also_after_a_resume(ends):
     logs, processes = ends
-    assert [end.exit_code for end, _ in processes] == [0] * 5, [end.output[-2000:] for end, _ in processes]
+    assert [end.exit_code for end, _ in processes] == [0] * 6, [end.output[-2000:] for end, _ in processes]
     expected = scalars(logs / "cpu")["train/loss"]
     assert len(expected) == STEPS
-    assert scalars(logs / "gpu")["train/loss"] == expected == scalars(logs / "auto")["train/loss"]
+    assert [scalars(logs / name)["train/loss"] for name in ("gpu", "back", "auto")] == 3 * [expected]
 
 
 def test_the_choice_is_logged_recorded_and_followed(ends):
-    logs, ((_, cpu), (first, at_gpu), (second, resumed), (auto, chosen), (last, none)) = ends
-    assert cpu == none == 0 and min(at_gpu, resumed, chosen) > 0
+    logs, ((_, cpu), (first, at_gpu), (second, resumed), (back, tried), (auto, chosen), (last, none)) = ends
+    assert cpu == none == 0 and min(at_gpu, resumed, tried, chosen) > 0
     assert "decoded and resized by nvJPEG and Triton" in first.output and "differ slightly" not in second.output
     assert re.search(r"auto: the first steps waited for samples for \d+% of their time; from now on nv", auto.output)
+    assert re.search(r"s with nvJPEG and Triton and [\d.]+ s before; simplejpeg and torch decode", back.output)
     assert "by nvJPEG and Triton, and now by simplejpeg and torch: their pixels differ slightly" in last.output
     states = sorted(logs.glob("*/checkpoints/*/state.json"))
-    recorded = [json.loads(path.read_text())["image_decoder"] for path in states]
-    assert set(recorded) == {"nvJPEG and Triton", "simplejpeg and torch"} and len(recorded) == 5
+    recorded = [json.loads(path.read_text())["image_decoder"].split()[0] for path in states]
+    assert recorded == ["nvJPEG", *3 * ["simplejpeg"], *2 * ["nvJPEG"]]  # auto, back, cpu, gpu

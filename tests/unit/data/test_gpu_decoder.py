@@ -140,8 +140,8 @@ def test_workers_leave_usable_baseline_files_to_the_gpu(kind, monkeypatch):
         assert isinstance(found, JpegCrop) == for_gpu
 
 
-def test_a_decoder_that_is_set_later_takes_whole_steps(pairs, monkeypatch):
-    """--image-decoder auto sets it while the workers read ahead. Both readings of a step are by one decoder."""
+def test_a_decoder_that_is_set_or_removed_later_takes_whole_steps(pairs, monkeypatch):
+    """--image-decoder auto changes it while the workers read ahead. Both readings of a step are by one decoder."""
     monkeypatch.setattr(loader_module, "SMALLEST_PART", 4)
     settings = {"micro_batches": 2, "reread_from": 0}
     dark = GpuDecoder(torch.device("cpu"), "bicubic", lambda files: [torch.zeros_like(one) for one in decode(files)])
@@ -149,11 +149,13 @@ def test_a_decoder_that_is_set_later_takes_whole_steps(pairs, monkeypatch):
     changed = []
     for number in range(40):
         if number == 3:
-            loader.gpu_decoder = dark
+            loader.decode_on(dark)
+        if number == 21:
+            loader.decode_on(None)
         changed.append(not torch.equal(next(loader).images, next(expected).images))
     loader.close()
-    first = changed.index(True)
-    assert first % 4 == 0 and first > 3 and all(changed[first:])
+    first, last = changed.index(True), 40 - changed[::-1].index(True)
+    assert first % 4 == last % 4 == 0 and 3 < first < 21 < last < 40 and all(changed[first:last])
 
 
 def test_pixels_of_another_size_than_the_header_names_are_not_used():
