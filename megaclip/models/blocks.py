@@ -27,6 +27,7 @@ from megaclip.models.config import Projection, TextConfig, VisionConfig
 from megaclip.models.layers import LayerFactory, check_split
 from megaclip.models.packing import Pieces, first_tokens, pack, rows_of, unpack
 from megaclip.models.rotary import rotate
+from megaclip.ops.mlp import has_mlp, mlp
 
 CheckpointFunction = Callable[..., Any]
 """checkpoint_fn(function, *arguments, **options) returns function(*arguments, **options), and recomputes it in the
@@ -191,15 +192,24 @@ class Mlp(nn.Module):
         width, gated = config.width, config.gated
         self.c_gate = factory.by_output(width, hidden_width) if gated else None
         self.c_fc = factory.by_output(width, hidden_width)
+        self.activation = "quick" if quick_gelu else config.gelu
         self.gelu = QuickGELU() if quick_gelu else nn.GELU(config.gelu)
         self.ln_inner = factory.norm(hidden_width, config.norm_eps) if gated else nn.Identity()
         self.c_proj = factory.by_input(hidden_width, width)
 
     def forward(self, x_bLC: torch.Tensor) -> torch.Tensor:
         """(b, L, C) in, (b, L, C) out."""
-        if self.c_gate is None:
-            return self.c_proj(self.gelu(self.c_fc(x_bLC)))
-        return self.c_proj(self.ln_inner(F.silu(self.c_gate(x_bLC)) * self.c_fc(x_bLC)))
+        if self.c_gate is not None:
+            return self.c_proj(self.ln_inner(F.silu(self.c_gate(x_bLC)) * self.c_fc(x_bLC)))
+        first, second = self.c_fc, self.c_proj
+        if (
+            torch.compiler.is_compiling()
+            and type(first) is nn.Linear  # neither split over ranks nor with an adapter
+            and type(second) is nn.Linear
+            and has_mlp(x_bLC.device, x_bLC.dtype, *first.weight.shape)
+        ):
+            return mlp(x_bLC, first, second, self.activation)
+        return second(self.gelu(first(x_bLC)))
 
 
 class ResidualBlock(nn.Module):

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "losses": FOUNDATION | {"ops", "comm"},
     "cache": FOUNDATION | {"comm", "zero"},
     "config": FOUNDATION | {"losses"},
-    "models": FOUNDATION | {"comm"},
+    "models": FOUNDATION | {"comm", "ops"},
     "checkpoint": FOUNDATION | {"models", "comm"},
     "evaluation": FOUNDATION | {"models", "data", "ops", "comm"},
     "planner": FOUNDATION | {"comm", "config", "losses", "models", "step"},
