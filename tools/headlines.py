@@ -35,27 +35,15 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from bench_train import DEFAULT_CONFIG
-from peers import inf_cl_loss_bytes, open_clip_loss_bytes
-from plan_compare import measured_workload
-
-from megaclip.commands.plan import add_machine_flags
-from megaclip.commands.planned_run import described_cluster
-from megaclip.losses.costs import LOSS_COSTS, Sizes
-from megaclip.ops.tiles import DEFAULT_OPTIONS
-from megaclip.planner import plan_memory, plan_time
-from megaclip.planner.losses import megaclip_loss_bytes
+from megaclip.commands.plan import add_machine_flags  # modules that import torch are imported beside the first command
 
 Options = argparse.Namespace
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("megaclip ring feature", "megaclip all_gather feature", "megaclip ring feature bf16")
-PEERS = ("open_clip", "DisCo-CLIP", "Inf-CL")
 OFF = 0.1
 """Share by which a plan may be off."""
-FIGURES = (
-    *("status", "method", "batch", "milliseconds", "extra_peak_mib", "step_s", "samples_per_s", "peak_mib"),
-    *("planned_s", "planned_mib", "first_step_s", "kept_graphs", "test", "seconds", "properties"),
-)
+FIGURES = """status method batch milliseconds extra_peak_mib step_s samples_per_s peak_mib planned_s planned_mib
+first_step_s kept_graphs test seconds properties"""
 
 
 @dataclass(frozen=True)
@@ -133,6 +121,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=480, help="seconds after which the commands are ended")
     parser.add_argument("--json", type=Path, default=Path("headlines.jsonl"), help="file to append rows to")
     parser.add_argument("--open-clip-source", type=Path, help="open_clip checkout, as for tools/bench_train.py")
+    parser.add_argument("--seconds", type=float, default=3, help="of a call of a loss, except the ring")
     parser.add_argument("--tiny", action="store_true", help="small models and batches")
     add_machine_flags(parser)
     options = parser.parse_args()
@@ -205,13 +194,22 @@ def append(row: dict[str, Any], command: Command, options: Options) -> None:
     row |= planned(row, options)
     with options.json.open("a") as file:
         file.write(json.dumps(row, default=str) + "\n")
-    figures = ((name, row[name]) for name in FIGURES if row.get(name))
+    figures = ((name, row[name]) for name in FIGURES.split() if row.get(name))
     shown = (f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}" for name, value in figures)
     print(f"{time.strftime('%T')} {command.part}: {command.name}: {', '.join(shown)}", flush=True)
 
 
 def planned(row: dict[str, Any], options: Options) -> dict[str, float]:
     """Return the planned MiB and seconds of a measured row, as far as the planner knows them."""
+    from peers import inf_cl_loss_bytes, open_clip_loss_bytes
+    from plan_compare import measured_workload
+
+    from megaclip.commands.planned_run import described_cluster
+    from megaclip.losses.costs import LOSS_COSTS, Sizes
+    from megaclip.ops.tiles import DEFAULT_OPTIONS
+    from megaclip.planner import plan_memory, plan_time
+    from megaclip.planner.losses import megaclip_loss_bytes
+
     method = row.get("method", "")
     cluster = described_cluster(options, gpus=row["gpus"])
     if row.get("steps") and method == "megaclip":
@@ -262,20 +260,23 @@ def tests(part: str, name: str, options: Options, file: str, selected: str) -> C
 def loss_commands(options: Options, folder: Path) -> Iterator[Command]:
     yield tests("loss", "exactness", options, "test_clip_loss_nccl.py", f"[{options.gpus}]")
     for embedding in (512, 768):
-        yield loss(options, "loss", f"D={embedding}", (32, 64, 128, 256, 1024), embedding, *OURS[:2], *PEERS)
-        yield loss(options, "loss", f"D={embedding} 4M", (32, 4096), embedding, OURS[0], seconds=90)
+        sizes = (32, *([64] if embedding == 768 else []), 128, 256, 1024, 4096)  # 768: those of Inf-CL's Table 1
+        yield loss(options, "loss", f"D={embedding}", sizes, embedding, *OURS[:2], "open_clip", "DisCo-CLIP", "Inf-CL")
 
 
-def loss(options: Options, part: str, name: str, kibi: tuple[int, ...], *of: Any, seconds: int = 3) -> Command:
+def loss(options: Options, part: str, name: str, kibi: tuple[int, ...], *of: Any) -> Command:
     """Return a command of tools/bench_loss.py. kibi: batches in units of 1,024. of: embedding dimension and methods."""
     batches = [64 * options.gpus] if options.tiny else [1024 * each for each in kibi]
-    words = ("--batch", *map(str, batches), "--seconds", str(seconds), "--embedding", str(of[0]), "--methods", *of[1:])
-    return Command(part, name, options.gpus, (str(ROOT / "tools/bench_loss.py"), *words))
+    words = ("--batch", *map(str, batches), "--embedding", str(of[0]), "--methods", *of[1:])
+    bench = (str(ROOT / "tools/bench_loss.py"), "--seconds", str(options.seconds))
+    return Command(part, name, options.gpus, (*bench, *words))
 
 
 def train(options: Options, part: str, name: str, gpus: int, of: tuple[str, int, int], *flags: str) -> Command:
     """Return a command of tools/bench_train.py. of: model, batch, and samples of one GPU in a tower at a time."""
     words = ["--model", of[0], "--batch", str(of[1]), "--micro-batch", str(of[2]), *flags]
+    if "open_clip_compiled" in flags and options.open_clip_source:
+        words += ["--open-clip-source", str(options.open_clip_source.resolve())]
     if options.tiny:
         words = ["--model", "demo-tiny", "--batch", str(32 * gpus), "--micro-batch", "8", "--precision", "fp32", *flags]
         words += ["--compile", "false", "--workers", "0", "--steps", "1"]
@@ -284,6 +285,8 @@ def train(options: Options, part: str, name: str, gpus: int, of: tuple[str, int,
 
 def config(folder: Path, options: Options, stage: int, tensor_ranks: int = 1) -> tuple[str, str]:
     """Write the ds_config.json of tools/bench_train.py with these settings. Return the flag that names it."""
+    from bench_train import DEFAULT_CONFIG
+
     section = DEFAULT_CONFIG["megaclip"] | {"tensor_parallel_size": tensor_ranks}
     changed = DEFAULT_CONFIG | {"zero_optimization": {"stage": stage}, "megaclip": section}
     if not options.tiny:
@@ -293,15 +296,10 @@ def config(folder: Path, options: Options, stage: int, tensor_ranks: int = 1) ->
     return "--deepspeed_config", str(path)
 
 
-def open_clip(options: Options) -> list[str]:
-    """Return the flags of tools/bench_train.py for compiled open_clip, without --methods."""
-    source = ["--open-clip-source", str(options.open_clip_source.resolve())] if options.open_clip_source else []
-    return ["open_clip_compiled", *source]
-
-
 def steps_commands(options: Options, folder: Path) -> Iterator[Command]:
-    both = ["--methods", "megaclip", *open_clip(options)]
+    both = ["--methods", "megaclip", "open_clip_compiled"]
     for model, batch, micro, steps, methods in (
+        ("ViT-B-16", 1024 * options.gpus, 1024, 3, both),
         ("ViT-B-32", 32768, 2048, 3, both),
         ("ViT-B-16", 4096 * options.gpus, 512, 3, both),
         ("ViT-L-14", 65536, 256, 1, both),
@@ -316,9 +314,8 @@ def scaling_commands(options: Options, folder: Path) -> Iterator[Command]:
     for count in (1, 2, 4, 8):
         for name in ("ZeRO-1", "open_clip", "ZeRO-3", "ZeRO-2"):
             if count <= options.gpus:
-                methods = open_clip(options) if name == "open_clip" else ["megaclip"]
-                stage = 1 if name == "open_clip" else int(name[-1])
-                flags = [*config(folder, options, stage), "--methods", *methods, "--compile", "true", "--steps", "3"]
+                method, stage = ("open_clip_compiled", 1) if name == "open_clip" else ("megaclip", int(name[-1]))
+                flags = [*config(folder, options, stage), "--methods", method, "--compile", "true", "--steps", "3"]
                 of = ("ViT-B-16", 4096 * count, 512)
                 yield train(options, "scaling", f"{name} on {count}", count, of, *flags)
 
