@@ -22,9 +22,9 @@ from megaclip.checkpoint.model_card import (
     remove_earlier_files,
     write_model_card,
 )
-from megaclip.checkpoint.open_clip_weights import read_weights, write_weights
+from megaclip.checkpoint.open_clip_weights import read_weights, write_tensors, write_weights
 from megaclip.checkpoint.output import writing
-from megaclip.checkpoint.saved_states import consolidated_weights
+from megaclip.checkpoint.saved_states import OBJECTIVE, consolidated_weights
 from megaclip.checkpoint.search import LOCKED_WEIGHTS, MODEL_CARD, STATE, locate, refuse_run, require_whole
 from megaclip.checkpoint.transformers_directory import readme, transformers_content, write_transformers
 from megaclip.checkpoint.weight_files import INDEX, WEIGHTS_NAMES
@@ -38,6 +38,8 @@ from megaclip.models.weights import LoadReport, compare_weights, require_finite
 from megaclip.open_clip_package import import_open_clip
 
 README = "README.md"
+OBJECTIVE_WEIGHTS = "objective.safetensors"
+"""Weights of the run's objective beside those of the model, under the names of its attributes."""
 _TOKENIZER_SUFFIXES = (".json", ".txt", ".model")
 _MAX_TOKENIZER_BYTES = 256 << 20
 
@@ -141,18 +143,23 @@ def export_checkpoint(
             write_tokenizer(card, Path(temporary))
             files |= {path.name: path for path in Path(temporary).iterdir()}
         weights = read_weights(folder, card.config) if tag is None else consolidated_weights(folder, tag, ema=ema)
+        of_objective = {} if tag is None else consolidated_weights(folder, tag, ema=ema, of_objective=True)
         if tag is None:
             compare_weights(meta_model(card.config), weights).require_complete(f"{folder} does not fit its model card")
 
         def write_others() -> list[str]:
             for name, path in files.items():
                 shutil.copyfile(path, out_dir / name)
+            if of_objective:
+                own = {name.removeprefix(OBJECTIVE): value for name, value in of_objective.items()}
+                write_tensors(out_dir / OBJECTIVE_WEIGHTS, own)
             write_atomically(out_dir / README, readme(sorted(formats), state, data_names=data_names))
             if "open_clip" in formats:
                 write_model_card(out_dir, card.config, card.preprocess_cfg, transformers=card.transformers)
             return write_transformers(out_dir, card, content, weights) if content else []
 
         names = [*files, README, *([CARD_NAME] if "open_clip" in formats else [])]
+        names += [OBJECTIVE_WEIGHTS] if of_objective else []
         _write(out_dir, names, weights if "open_clip" in formats else None, card.config, write_others)
     return replace(card, directory=out_dir), weights
 

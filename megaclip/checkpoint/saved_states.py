@@ -37,6 +37,8 @@ FP32 = "fp32"
 """Kind of the float32 master weights."""
 WORKING = "working"
 """Kind of the working copies of the weights: all of them at ZeRO-0 to 2, the frozen ones at ZeRO-3."""
+OBJECTIVE = "objective."
+"""Beginning of the names of an objective's parameters (`megaclip.objectives`)."""
 EMA = "ema"
 """Kind of the moving averages of the weights (`megaclip.zero.weight_average`), part of the optimizer state."""
 PARAMETER_NAMES = "parameter_names"
@@ -212,7 +214,9 @@ class SavedStates:
             self._add(name, WORKING, tensor_rank, part.view(-1)[:numel])
 
 
-def consolidated_weights(folder: Path, tag: str, *, ema: bool = False, merges: bool = True) -> StateDict:
+def consolidated_weights(
+    folder: Path, tag: str, *, ema: bool = False, merges: bool = True, of_objective: bool = False
+) -> StateDict:
     """Return MegaCLIP's state dict of a checkpoint, parameters in float32, on the CPU.
 
     With ZeRO the weights are the float32 masters. Without ZeRO they are the weights of the forward pass, which are
@@ -225,6 +229,7 @@ def consolidated_weights(folder: Path, tag: str, *, ema: bool = False, merges: b
         tag: name of the checkpoint, such as "step_00000100", which is whole.
         ema: return the moving averages of the weights. Buffers (running statistics) are those of the last step.
         merges: merge adapters (`megaclip.lora`) with the weights below them; otherwise return the adapters alone.
+        of_objective: return the weights of the run's objective instead of those of the model.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or has no moving averages.
@@ -237,9 +242,13 @@ def consolidated_weights(folder: Path, tag: str, *, ema: bool = False, merges: b
                 f"{step} has no moving averages of the weights (--ema), which a run saves if megaclip.ema_decay is "
                 "set; leave out --ema"
             )
-        weights = {name: saved.whole(name, ema=ema) for name in saved.shapes}
-        weights |= {name: buffer.clone() for name, buffer in saved.buffers.items()}
+        weights = {name: saved.whole(name, ema=ema) for name in saved.shapes if _is_wanted(name, of_objective)}
+        weights |= {name: buffer.clone() for name, buffer in saved.buffers.items() if _is_wanted(name, of_objective)}
     return merged_weights(step, weights) if merges and has_adapters(weights) else weights
+
+
+def _is_wanted(name: str, of_objective: bool) -> bool:
+    return name.startswith(OBJECTIVE) == of_objective
 
 
 def _read_elements(pieces: list[torch.Tensor], start: int, out: torch.Tensor) -> None:

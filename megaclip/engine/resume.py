@@ -65,6 +65,7 @@ def describe_run(
             "image": arguments.lock_image_unlocked_groups if arguments.lock_image else None,
             "text": arguments.lock_text_unlocked_layers if arguments.lock_text else None,
         },
+        "objective": [name for name, _ in inputs.objective.named_parameters()] if inputs.objective else [],
         LORA: None if lora is None else lora.model_dump() | {"base_sha256": base_sha256},
         BASE: {name: str(Path(one).resolve()) if isinstance(one, str) else one for name, one in base.items()},
         "seed": arguments.seed,
@@ -238,6 +239,7 @@ def _check_same_run(state: dict[str, Any], identity: dict[str, Any]) -> None:
         )
     state.setdefault("order_version", ORDER_VERSION)
     state.setdefault(LORA, None)
+    state.setdefault("objective", [])
     if missing := sorted(identity.keys() - state.keys() - {"image_decoder", BASE}):
         raise CheckpointError(
             f"the checkpoint does not record {', '.join(missing)}, because an earlier version of MegaCLIP wrote it; "

@@ -107,6 +107,11 @@ def build_engine(
         torch.manual_seed(arguments.seed)
         objective.attach(model)
         model.objective = objective
+        if any(True for _ in objective.parameters()) and not objective.paired:
+            raise ConfigError(
+                f"megaclip.objective {config.megaclip.objective} has parameters but not paired = True; set it in the "
+                "class: a pass over one tower would not use them"
+            )
         if config.zero_stage == 3:
             partition(module=model)  # the objective's parameters: the other ones are partitioned already
     is_kept = config.bf16 and dist.get_rank() == 0

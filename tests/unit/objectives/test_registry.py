@@ -1,0 +1,38 @@
+"""Wrong objectives and settings are refused with one line that names the setting."""
+
+import pytest
+
+from megaclip.errors import ConfigError
+from megaclip.objectives import load_objective
+
+REFUSED = {
+    "unknown": ("distilation", {}, "megaclip.objective 'distilation' is not known; use distillation, or FILE.py:CLASS"),
+    "no file": ("gone.py:A", {}, "'gone.py' is not a file"),
+    "no class": (
+        "own.py:Missing",
+        {},
+        "own.py has no class Missing that is derived from megaclip.objectives.Objective",
+    ),
+    "fails": ("fails.py:A", {}, "fails.py raised ZeroDivisionError"),
+    "setting": (
+        "own.py:Own",
+        {"size": 3},
+        "megaclip.objective_settings.size: own.py:Own has no such setting; it has weight",
+    ),
+    "value": ("own.py:Own", {"weight": -1}, "megaclip.objective own.py:Own: weight is negative"),
+    "teacher": ("distillation", {"teachers": [{"image": "a"}]}, "teachers.0: give image, text, dims and logit_scale"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_objectives_are_refused_in_one_line(tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fails.py").write_text("1 / 0\n")
+    (tmp_path / "own.py").write_text(
+        "from megaclip.objectives import Objective\n\n\nclass Own(Objective):\n    def __init__(self, weight=1):\n"
+        "        super().__init__()\n        if weight < 0:\n            raise ValueError('weight is negative')\n"
+    )
+    name, of_objective, message = REFUSED[case]
+    with pytest.raises(ConfigError) as caught:
+        load_objective(name, of_objective)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
