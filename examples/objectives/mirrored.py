@@ -2,10 +2,9 @@
 
     megaclip train ... --set megaclip.objective=examples/objectives/mirrored.py:Mirrored
 
-The chunk's images are encoded a second time, mirrored. `ClipLoss` contrasts them with the images of all ranks.
+The image tower encodes the mirrored images of a chunk together with its images. `ClipLoss` contrasts them with the
+images of all ranks.
 """
-
-import torch.nn.functional as F
 
 from megaclip import ClipLoss
 from megaclip.objectives import Objective
@@ -17,11 +16,11 @@ class Mirrored(Objective):
         self.weights = {"mirrored": weight}
         self.loss = ClipLoss()
 
+    def more_images(self, images):
+        return images.flip(-1)  # (m, 3, H, W)
+
     def chunk_features(self, chunk):
-        if chunk.images is None:  # a chunk of captions
-            return {}
-        mirrored = self.model.visual(chunk.images.flip(-1))  # (m, D)
-        return {"mirrored": F.normalize(mirrored.float(), dim=-1).to(mirrored.dtype)}
+        return {} if chunk.images is None else {"mirrored": chunk.more_image_features}
 
     def batch_terms(self, batch):
         return {"mirrored": self.loss(batch.image_features, batch.features["mirrored"], batch.logit_scale)}

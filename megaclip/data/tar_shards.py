@@ -276,7 +276,7 @@ def _open_index(
 
     def make(index: Path, names: list[str], sizes: list[int]) -> dict[str, Any]:
         contents = _walk_all(paths, image_extensions, caption_extensions, by_content, fields)
-        return _write_index(index, contents, names, sizes)
+        return _write_index(index, contents, names, sizes, fields)
 
     settings = [_FORMAT, image_extensions, caption_extensions, by_content, *([fields] if fields else [])]
     return open_index(paths, settings, ".npy", make=make)
@@ -303,7 +303,9 @@ def _walk_all(
     return contents
 
 
-def _write_index(index: Path, contents: list[ShardContents], names: list[str], sizes: list[int]) -> dict[str, Any]:
+def _write_index(
+    index: Path, contents: list[ShardContents], names: list[str], sizes: list[int], fields: int
+) -> dict[str, Any]:
     """Write the array of the index, and return its description."""
     entries = np.concatenate([shard.entries for shard in contents]) if contents else np.empty(0, entry_type(1))
     with index.open("wb") as file:
@@ -317,9 +319,20 @@ def _write_index(index: Path, contents: list[ShardContents], names: list[str], s
             "captions": shard.captions,
             "damage": shard.damage,
             "account": dataclasses.asdict(shard.account),
-            "checksum": hashlib.sha256(shard.entries.tobytes()).hexdigest()[:16],
+            "checksum": hashlib.sha256(_without_fields(shard.entries, fields).tobytes()).hexdigest()[:16],
             "others": shard.others,
         }
         for name, size, shard in zip(names, sizes, contents, strict=True)
     ]
     return {"shards": shards}
+
+
+def _without_fields(entries: np.ndarray, fields: int) -> np.ndarray:
+    """Return the entries without the last `fields` keys: a run may resume with another objective on the same data."""
+    if not fields:
+        return entries
+    keys = entries["caption_size"].shape[1] - fields
+    kept = np.zeros(len(entries), entry_type(keys))
+    for name in kept.dtype.names or ():
+        kept[name] = entries[name][:, :keys] if entries[name].ndim > 1 else entries[name]
+    return kept

@@ -99,8 +99,7 @@ class DualEncoder(nn.Module, abc.ABC):
             are normalised in float32 or higher precision. With `for_objective`, the last element has the outputs of
             each call of the objective by name.
         """
-        is_encoded = images is not None and images.ndim == 2
-        image_features = images if images is None or is_encoded else self._encode(self.visual, images)
+        image_features, more_features = self._encode_images(images, for_objective)
         if image_features is not None and tokens is not None and self.before_text is not None:
             self.before_text()
         divided = () if pieces is None else (pieces,)
@@ -113,10 +112,28 @@ class DualEncoder(nn.Module, abc.ABC):
         assert self.objective is not None, "only a model with an objective receives its inputs"
         results = {}
         for call, given in for_objective.items():
-            image = {} if call == "text" else {"images": images, "image_features": image_features}
-            text = {} if call == "image" else {"tokens": tokens, "text_features": text_features}
-            results[call] = self.objective({**image, **text, **given, **self.tower_tokens()})
+            rows = None if image_features is None else len(image_features)
+            seen: dict[str, Any] = {name: each[:rows] for name, each in self.tower_tokens().items()}
+            if call != "text":
+                seen |= {"images": images, "image_features": image_features, "more_image_features": more_features}
+            if call != "image":
+                seen |= {"tokens": tokens, "text_features": text_features}
+            results[call] = self.objective(seen | given)
         return *outputs, results
+
+    def _encode_images(
+        self, images: torch.Tensor | None, for_objective: dict[str, dict[str, Any]] | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the features of the images, and those of the images that the objective adds to them, or None."""
+        if images is None or images.ndim == 2:
+            return images, None
+        more = None
+        if self.objective is not None and for_objective is not None and for_objective.keys() & {"image", "pair"}:
+            more = self.objective.more_images(images)  # type: ignore[operator]
+        if more is None:
+            return self._encode(self.visual, images), None
+        features = self._encode(self.visual, torch.cat([images, more]))
+        return features[: len(images)], features[len(images) :]
 
     def _encode(self, tower: nn.Module, inputs: torch.Tensor, *others: Pieces) -> torch.Tensor:
         features = self._features(tower, gather_rows(inputs, group=self.tensor), *others)

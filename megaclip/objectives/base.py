@@ -55,6 +55,8 @@ class Chunk:
     """(m, D) of unit length, in the dtype of the parameters."""
     text_features: Tensor | None = None
     """(m, D)."""
+    more_image_features: Tensor | None = None
+    """Features of `Objective.more_images`, (k, D)."""
     image_tokens: Tensor | None = None
     """Last tokens of the image tower (m, P, width), if `Objective.tokens` names "image"."""
     text_tokens: Tensor | None = None
@@ -110,6 +112,14 @@ class Objective(nn.Module):
 
         Random initial values are equal on all ranks.
         """
+
+    def more_images(self, images: Tensor) -> Tensor | None:
+        """Return further images (k, 3, H, W), which the image tower encodes together with the images (m, 3, H, W) of a
+        chunk.
+
+        They are normalised pixels, as `images`. A second call of a tower in one pass is not possible at ZeRO-3.
+        """
+        return None
 
     def chunk_features(self, chunk: Chunk) -> dict[str, Tensor]:
         """Return more features of the samples by name, (m, ...), for `batch_terms`. Gradients flow through them."""
