@@ -36,7 +36,6 @@ from tests.distributed.engine_cases import (
     SEED,
     STEPS,
     UNLOCKED_GROUPS,
-    WORLD_SIZE,
     OracleTraining,
     Outcome,
     Rates,
@@ -119,7 +118,9 @@ def take_step(engine: DeepSpeedEngine, case: Case, step: int, outcome: Outcome) 
     model = engine.module
     cut = model.config.text_cfg if case.captions == "cut" else None
     loss = LOSSES["clip" if model.logit_bias is None else "siglip"](exchange="ring", reduction="feature")
-    batch = MemoryBatch(images.chunk(CHUNKS), tokens, feed, text_chunks=case.text_chunks or CHUNKS, cut=cut)
+    batch = MemoryBatch(
+        images.chunk(case.accumulation), tokens, feed, text_chunks=case.text_chunks or case.accumulation, cut=cut
+    )
     engine_cases.take_step(engine, case, step, outcome, loss, batch)
 
 
@@ -198,14 +199,14 @@ def _features(model: DualEncoder, case: Case, step: int) -> tuple[Tensor, Tensor
     before = [buffer.clone() for buffer in buffers]
     after: list[list[Tensor]] = []
     x, y = [], []
-    for rank in range(WORLD_SIZE):
+    for rank in range(case.ranks):
         for buffer, value in zip(buffers, before, strict=True):
             buffer.data.copy_(value)
         state = RandomState(SEED, step + 1 if case.fault == "dropout" else step, rank)
-        for index, chunk in enumerate(pixels[rank::WORLD_SIZE].chunk(CHUNKS)):
+        for index, chunk in enumerate(pixels[rank :: case.ranks].chunk(case.accumulation)):
             state.reseed(Tower.IMAGE, index)
             x.append(model(chunk, None)[0])
-        for index, chunk in enumerate(tokens[rank::WORLD_SIZE].chunk(case.text_chunks or CHUNKS)):
+        for index, chunk in enumerate(tokens[rank :: case.ranks].chunk(case.text_chunks or case.accumulation)):
             state.reseed(Tower.TEXT, index)
             y.append(model(None, chunk)[1])
         after.append([buffer.clone() for buffer in buffers])

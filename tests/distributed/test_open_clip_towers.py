@@ -141,6 +141,20 @@ def test_every_family_at_every_stage(tmp_path):
     assert not failed, "\n".join(f"{name}: {error}" for name, error in failed.items())
 
 
+@pytest.mark.parametrize(("ranks", "chunks"), [(1, 3), (3, 2)])
+def test_the_caption_loss_is_that_of_the_whole_batch(tmp_path, ranks, chunks):
+    """Chunks and ranks have different numbers of labels."""
+    cases = {
+        f"coca zero{stage} x {count}": Case(
+            stage, count, family=COCA, captions="padded", keep=stage, coalesce=stage == 1, resumes=False, ranks=ranks
+        )
+        for stage, count in ((0, chunks), (1, chunks), (2, 1), (3, chunks))
+    }
+    outcomes = run_ranks(train_all, ranks, cases, prepared(tmp_path, cases))
+    for name, case in cases.items():
+        check(outcomes, name, case, tmp_path)
+
+
 def test_exports_are_compared_with_open_clips_own_forward(trained, folder):
     """A changed weight is detected, so the comparison of the other test depends on the exported values."""
     name = "convnext zero3"

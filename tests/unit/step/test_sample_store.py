@@ -67,9 +67,10 @@ def read(store: StepStore, tower: Tower, read_once: int, *, again: bool) -> list
     return [int(number) for chunk in chunks for number in chunk.flatten()]
 
 
-def open_store(loader: Loader) -> StepStore:
+def open_store(loader: Loader, *, pairs: bool = False) -> StepStore:
     feed = DeviceFeed(torch.device("cpu"), torch.float32, lambda pixels, dtype: pixels.to(dtype))
-    return StepStore(loader, feed, text_chunks=CHUNKS // 2, context_length=1, divide_captions=CaptionChunks.whole)
+    chunks, divide = (CHUNKS, None) if pairs else (CHUNKS // 2, CaptionChunks.whole)
+    return StepStore(loader, feed, text_chunks=chunks, context_length=1, divide_captions=divide)
 
 
 @pytest.mark.timeout(60)
@@ -95,6 +96,24 @@ def test_every_pass_gets_its_chunks(slots: int, reread_from: int, read_once: tup
             assert store.pair_ids().tolist() == store.fields()["number"].tolist() == numbers_of(step, 0)
             assert read(store, Tower.IMAGE, images, again=True) == numbers_of(step, images * ROWS)
             assert read(store, Tower.TEXT, texts, again=True) == numbers_of(step, texts * 2 * ROWS)
+            store.next_step()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("slots", "reread_from", "kept"), [(CHUNKS, CHUNKS, 1), (1, 0, 0), (2, 3, 3)])
+def test_chunks_of_images_arrive_with_their_captions(slots: int, reread_from: int, kept: int) -> None:
+    """Few slots hold the images of a step only one after the other, so captions must not wait for all of them."""
+    with open_store(Loader(reread_from, slots), pairs=True) as store:
+        for step in range(3):
+            for again in (False, True):
+                towers = (store.chunks(tower, read_once=kept, again=again) for tower in Tower)
+                found = [
+                    (image.flatten().tolist(), text.flatten().tolist()) for image, text in zip(*towers, strict=True)
+                ]
+                numbers = numbers_of(step, kept * ROWS if again else 0)
+                rows = [numbers[first : first + ROWS] for first in range(0, len(numbers), ROWS)]
+                assert found == [(each, each) for each in rows]
+                assert store.pieces(0) is store.order(Tower.TEXT) is None
             store.next_step()
 
 
