@@ -259,6 +259,7 @@ def workload_of(arguments: TrainArguments, inputs: Inputs, world_size: int) -> W
         image_unlocked=arguments.lock_image_unlocked_groups if arguments.lock_image else None,
         text_unlocked=arguments.lock_text_unlocked_layers if arguments.lock_text else None,
         cached_images=arguments.feature_cache is not None,
+        may_decode_on_gpu=arguments.image_decoder != "cpu",
         workers=arguments.workers,
         samples=len(inputs.train),
         evaluation=EvaluationSets(arguments.eval_batch_size, pairs, labelled) if pairs or labelled else None,

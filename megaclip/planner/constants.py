@@ -27,6 +27,9 @@ SMALLEST_PART = 32
 """Rows of the smallest part of a chunk that a loader process prepares (`megaclip.data.loader`)."""
 HOST_MARGIN = 0.8
 """Share of a host's free memory and disk that a plan may use; checkpoints and other programs need the rest."""
+GPU_DECODER = 256 * MIB
+"""Bytes on the GPU of the images that --image-decoder gpu decodes at a time: their pixels
+(`megaclip.data.gpu_decoder.GROUP_BYTES`), the rows that are resized, and the results."""
 EVALUATED_TEXTS = 256
 """Prompts that a rank encodes at a time for zero-shot classification (`megaclip.evaluation.evaluate`)."""
 EVALUATION_TILES = 128 * MIB

@@ -20,6 +20,7 @@ from megaclip.planner.cluster import Cluster
 from megaclip.planner.compile_estimate import compile_estimate
 from megaclip.planner.constants import (
     CUBLAS_WORKSPACES,
+    GPU_DECODER,
     HOST_PROCESS,
     HOST_PROCESS_CPU,
     HOST_WORKER,
@@ -164,6 +165,8 @@ def _gpu_states(workload: Workload, cluster: Cluster) -> dict[str, float]:
         parts["per-sample state"] = _sample_state_bytes(workload)
     if cluster.gpu_memory:
         parts["library workspaces"] = CUBLAS_WORKSPACES
+        if workload.may_decode_on_gpu:
+            parts["image decoder"] = GPU_DECODER
     return parts
 
 

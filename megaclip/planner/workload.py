@@ -106,6 +106,8 @@ class Workload:
     """Number of trainable layers of a locked text tower. None: the tower is not locked."""
     cached_images: bool = False
     """True if steps read image features from a cache (--feature-cache). The image tower then runs before them only."""
+    may_decode_on_gpu: bool = False
+    """True if the GPU decodes images of the training data, or may do so later (--image-decoder)."""
     workers: int = DEFAULT_WORKERS
     """Loader processes per rank."""
     samples: int = 0

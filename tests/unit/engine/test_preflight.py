@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from megaclip.config import MegaclipSection, TrainingConfig, load_training_config, parse_arguments
+from megaclip.data import gpu_decoder
 from megaclip.engine import preflight
 from megaclip.errors import ConfigError
 from megaclip.models import load_model_config
-from megaclip.planner import describe
+from megaclip.planner import constants, describe, plan_memory
 from megaclip.zero import build
 
 
@@ -40,6 +41,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         train=range(10_000),
         validation=None,
         labelled=None,
+        objective=None,
     )
     lines: list[str] = []
 
@@ -55,6 +57,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         inputs.validation = range(validation) or None
         monkeypatch.setattr(preflight, "this_machine", lambda world_size, folder, nvme_paths: machine)
         command = ["--deepspeed_config", str(path), "--model", "ViT-L-14", "--train-data", "data", *flags]
+        run.command = command
         preflight.check_fit(parse_arguments(command), inputs)
         return lines
 
@@ -96,6 +99,19 @@ def test_the_error_of_a_run_that_cannot_fit_names_the_settings_to_change(start) 
     message = str(refused.value)
     assert "\n" not in message and "a GPU would need" in message and "has 38.0 GiB" in message
     assert '"train_micro_batch_size_per_gpu": 128' in message and '"activation_checkpointing": {}' in message
+
+
+def test_decoding_on_the_gpu_is_planned_there(start) -> None:
+    """The pixels of a group of files, the rows of their crops that are resized first, and the results."""
+    rows, results = gpu_decoder.GROUP_BYTES * 224 // 480, gpu_decoder.GROUP_FILES * 3 * 224**2
+    assert gpu_decoder.GROUP_BYTES + rows + results < constants.GPU_DECODER
+    start("139GiB")
+    command = [*start.command, "--image-decoder"]
+    found = [
+        plan_memory(preflight.workload_of(parse_arguments([*command, where]), start.inputs, 1), describe(gpus=1))
+        for where in ("cpu", "gpu", "auto")
+    ]
+    assert [plan.gpu_states.get("image decoder") for plan in found] == [None, *2 * [constants.GPU_DECODER]]
 
 
 def test_the_check_can_be_skipped(start) -> None:
