@@ -9,19 +9,19 @@ Shapes: m tokens, C width, H hidden width.
 """
 
 import importlib
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaclip.errors import first_line
+from megaclip.errors import ConfigError, first_line
 from megaclip.logging import get_logger, log_once
 
 _logger = get_logger(__name__)
 
 _HOPPER = (9, 0)
+_PRODUCTS = "megaclip.ops.mlp_quack"
 
 
 @torch.compiler.assume_constant_result
@@ -33,7 +33,7 @@ def has_mlp(device: torch.device, dtype: torch.dtype, hidden_width: int, width: 
     if torch.version.hip or torch.cuda.get_device_capability(device) != _HOPPER:
         return False
     try:
-        _products()
+        importlib.import_module(_PRODUCTS)
     except ImportError as error:
         reason = f"quack-kernels cannot be imported ({first_line(error)}); run  pip install 'megaclip[hopper]'"
         log_once(_logger.info, f"compiled MLPs take more time than necessary on this GPU, because {reason}")
@@ -71,7 +71,7 @@ def _forward(
     The last two are for the backward pass: empty for `keeps` 0; for 1, only the last is empty.
     """
     if x.is_cuda:
-        z, hidden = _products().linear_activation(x, w1, b1, kind, keeps > 0)
+        z, hidden = _product("linear_activation", x, w1, b1, kind, keeps > 0)
     else:
         z = F.linear(x, w1, b1)
         hidden = activate(z, kind)
@@ -92,7 +92,7 @@ def _backward(gradient: Tensor, w2: Tensor, z: Tensor, kind: str, recomputes: bo
     """Return the gradients of z (m, H) and of the first bias (H,) from that of the output (m, C), and the activation of
     z (m, H), empty unless `recomputes`."""
     if z.is_cuda:
-        return _products().linear_activation_backward(gradient, w2, z, kind, recomputes)
+        return _product("linear_activation_backward", gradient, w2, z, kind, recomputes)
     through = gradient @ w2
     if kind == "quick":
         s = torch.sigmoid(1.702 * z)
@@ -124,5 +124,14 @@ def _gradients(ctx: Any, gradient: Tensor, *_: None) -> tuple[Tensor | None, ...
 _forward.register_autograd(_gradients, setup_context=_keep)
 
 
-def _products() -> ModuleType:
-    return importlib.import_module("megaclip.ops.mlp_quack")
+def _product(name: str, *arguments: Any) -> Any:
+    """Return what a function of `mlp_quack.py` returns. Raises ConfigError if its kernel cannot be compiled or run."""
+    try:
+        return getattr(importlib.import_module(_PRODUCTS), name)(*arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of the compiler of CuTe DSL, CUDA or the folder of compiled kernels
+        raise ConfigError(
+            f"quack-kernels cannot compute an MLP: {type(error).__name__}: {first_line(error)}; mend its installation, "
+            "or run  pip uninstall quack-kernels"
+        ) from error

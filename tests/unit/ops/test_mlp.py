@@ -1,6 +1,9 @@
 """The MLP of compiled blocks equals plain PyTorch's: outputs, gradients, and the bytes that a graph keeps."""
 
+import sys
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -8,9 +11,11 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
+from megaclip.errors import ConfigError
 from megaclip.models import blocks, compilation
 from megaclip.models.config import TextConfig
 from megaclip.models.layers import LayerFactory
+from megaclip.ops import mlp
 from tests.tolerances import TOWER_GRADIENT, assert_close
 
 
@@ -59,3 +64,14 @@ def test_compiled_mlp_equals_the_plain_one(kind: str, monkeypatch: pytest.Monkey
             assert kept_now == kept, "bytes that a graph keeps"
             for name, value in plain.items():
                 assert_close(got[name], value, TOWER_GRADIENT, f"{name}, recomputes {recomputes}")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no kernel image\nmore"), torch.OutOfMemoryError("out of memory")])
+def test_a_broken_package_is_one_readable_error(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        sys.modules, "megaclip.ops.mlp_quack", SimpleNamespace(linear_activation=Mock(side_effect=error))
+    )
+    with pytest.raises(ConfigError if type(error) is RuntimeError else torch.OutOfMemoryError) as caught:
+        mlp._product("linear_activation", 1, 2)
+    expected = "quack-kernels cannot compute an MLP: RuntimeError: no kernel image; mend its installation, or run  pip"
+    assert str(caught.value).startswith(expected if type(error) is RuntimeError else "out of memory")
