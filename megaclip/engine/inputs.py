@@ -116,10 +116,10 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     weights = arguments.train_data_weights or None
     objective = chosen_objective(arguments, config.megaclip, model_config)
     fields = {} if objective is None else objective.fields
-    if fields and arguments.feature_cache is not None:
+    if objective is not None and arguments.feature_cache is not None:
         raise ConfigError(
-            f"--feature-cache keeps no extra fields, which megaclip.objective {config.megaclip.objective} requires; "
-            "leave --feature-cache out"
+            f"--feature-cache keeps neither images nor extra fields, which megaclip.objective "
+            f"{config.megaclip.objective} may read; leave --feature-cache out"
         )
     train = open_pairs(arguments.train_data, weights=weights, id_key=arguments.id_key, fields=fields, **keys)
     validation = open_pairs(arguments.val_data, **keys) if arguments.val_data else None

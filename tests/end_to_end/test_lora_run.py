@@ -5,6 +5,7 @@ import sys
 
 import torch
 
+from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
 from megaclip.checkpoint.open_clip_weights import write_weights
 from megaclip.checkpoint.saved_states import SavedStates, consolidated_weights
 from megaclip.checkpoint.weight_files import read_tensors
@@ -69,3 +70,26 @@ def test_adapters_resume_and_export_and_refuse_other_weights(tiny_run, tmp_path,
     export_open_clip.main()
     assert "without logit_scale 2.6" in capsys.readouterr().out
     assert json.loads((tmp_path / "peft/adapter_config.json").read_text())["r"] == 4
+
+
+def test_an_objective_trains_its_parameters_beside_adapters(tiny_run, tmp_path, monkeypatch):
+    """With --feature-cache there are no images that it could read."""
+    config, path = load_model_config(str(tiny_run / "model.json")), tmp_path / "config.json"
+    write_model_card(tmp_path / "base", config, OPENAI_PREPROCESS)
+    write_weights(tmp_path / "base", build_model(config).state_dict(), config)
+    teachers = {"teachers": [{"model": str(tmp_path / "base")}], "feature_weight": 1.0, "project": True}
+    section = {"objective": "distillation", "objective_settings": teachers, "lora": {"rank": 4}}
+    path.write_text(json.dumps(DS_CONFIG | {"megaclip": DS_CONFIG["megaclip"] | section}))
+    shared = {"train_steps": 1, "pretrained": tmp_path / "base"}
+    cached = {"no_augmentation": [], "lock_image": [], "feature_cache": tmp_path / "cache"}
+    (first, second), (refused, _) = run_in_ranks(
+        [
+            flags(tiny_run, path, tmp_path, name="run", **shared),
+            flags(tiny_run, path, tmp_path, name="cached", **shared, **cached),
+        ]
+    )
+    assert (first.exit_code, second.exit_code) == (0, 0), first.output
+    assert refused.exit_code == 78 and "--feature-cache keeps neither images nor extra fields" in refused.errors[0]
+    assert "objective.image_0.weight" in SavedStates.open(tmp_path / "run/checkpoints/step_00000001").shapes
+    monkeypatch.setattr(sys, "argv", ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--verify"])
+    export_open_clip.main()  # exits if open_clip's features differ
