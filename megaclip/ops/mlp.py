@@ -73,9 +73,9 @@ def _forward(
     if x.is_cuda:
         z, hidden = _product("linear_activation", x, w1, b1, kind, keeps > 0)
     else:
-        z = F.linear(x, w1, b1)
+        z = torch.addmm(b1, x, w1.t())
         hidden = activate(z, kind)
-    out = F.linear(hidden, w2, b2)
+    out = torch.addmm(b2, hidden, w2.t())  # DeepSpeed replaces F.linear in the whole process at ZeRO-3
     return out, z if keeps > 0 else z.new_empty(0), hidden if keeps > 1 else z.new_empty(0)
 
 
