@@ -157,6 +157,11 @@ def chosen_objective(
         ConfigError: the objective cannot be constructed, or leaves the decoder without a loss.
     """
     chosen = load_objective(section.objective, section.objective_settings or {})
+    if chosen is not None and section.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"megaclip.objective {section.objective!r} cannot be used with megaclip.tensor_parallel_size "
+            f"{section.tensor_parallel_size}, whose ranks encode their samples together; set it to 1"
+        )
     if not model_config.has_decoder or isinstance(chosen, Caption):
         return chosen
     if chosen is not None:

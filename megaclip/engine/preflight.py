@@ -62,6 +62,14 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
         ConfigError: on every rank, if the run does not fit on one of them.
     """
     requested = workload_of(arguments, inputs, dist.get_world_size())
+    if inputs.objective is not None and inputs.objective.changes_graphs():
+        keep = requested.megaclip.keep_graphs
+        requested = requested.with_megaclip(keep_graphs=0 if keep == "auto" else keep)
+        logger.info(
+            'plan: the memory of megaclip.objective %s is not planned, so keep_graphs "auto" keeps none; set a number '
+            "if the GPU has memory left",
+            inputs.config.megaclip.objective,
+        )
     folder = Path(arguments.data_offload_dir or arguments.logs)
     cluster = this_machine(dist.get_world_size(), folder, nvme_paths(requested.zero))
     if arguments.shard_cache is not None:

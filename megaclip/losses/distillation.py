@@ -32,7 +32,10 @@ from megaclip.ops.tiles_distillation import (
     tile_distillation_grads,
     tile_distillation_stats,
 )
-from megaclip.ops.types import DEFAULT_OPTIONS, TileOptions, accumulation_dtype
+from megaclip.ops.types import TileOptions, accumulation_dtype
+
+TILES = TileOptions(tile_budget_mib=512)
+"""Default options. Tiles of 128 MiB take 1.7 times as long (B = 32,768, H100), because they have many small kernels."""
 
 
 class DistillationLoss(nn.Module):
@@ -41,7 +44,7 @@ class DistillationLoss(nn.Module):
     It has the contract of `megaclip.losses`: feature gradients are those of the mean times W.
     """
 
-    def __init__(self, *, group: Any = None, tiles: TileOptions = DEFAULT_OPTIONS) -> None:
+    def __init__(self, *, group: Any = None, tiles: TileOptions = TILES) -> None:
         super().__init__()
         self.group, self.tiles = group, tiles
 
@@ -86,14 +89,13 @@ class _Distillation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ranks: RankGroup, tiles: TileOptions, *tensors: Tensor) -> Tensor:
         student, teacher = _pairs(tensors)
-        row: Statistics | None = None
+        row_parts = list[Statistics]()
         carried = Carried(_merge, group=ranks)
         for own, other, _ in _blocks(student, teacher, ranks):
             row_part, col_part = tile_distillation_stats(own, other, options=tiles)
-            row = row_part if row is None else merged(row, row_part)
+            row_parts.append(row_part)
             carried.add(tuple(col_part))
-        assert row is not None, "a ring has at least one block"
-        col = Statistics(*carried.home())
+        row, col = merged(*row_parts), Statistics(*carried.home())
         ctx.ranks, ctx.tiles = ranks, tiles
         ctx.save_for_backward(*tensors, *row[:2], *col[:2])
         batch = ranks.size * len(student.rows)

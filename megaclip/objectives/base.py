@@ -165,6 +165,11 @@ class Objective(nn.Module):
         overrides_counts = type(self).counts is not Objective.counts
         return self.paired or overrides_counts or bool(self.tokens) or any(True for _ in self.parameters())
 
+    def changes_graphs(self) -> bool:
+        """Return whether chunks need more memory than the towers take, which the plan of a run does not know."""
+        methods = ("more_images", "chunk_features", "chunk_terms")
+        return any(getattr(type(self), name) is not getattr(Objective, name) for name in methods)
+
     def forward(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
         """Return the features and, in a pass with gradients, the terms of a chunk. The model's forward pass calls it.
 

@@ -18,6 +18,10 @@ class Caption(Objective):
         super().__init__()
         self.weights = {"contrastive": contrastive_weight, "caption": caption_weight}
 
+    def changes_graphs(self) -> bool:
+        """Return False: the decoder is part of the model, and planned."""
+        return False
+
     def counts(self, tokens: Tensor, fields: dict[str, Tensor]) -> dict[str, int]:
         return {"caption": self.model.parts()["decoder"].label_count(tokens)}
 

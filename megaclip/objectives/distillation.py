@@ -147,6 +147,10 @@ class Distillation(Objective):
                     f"size {width}; set it to true, or feature_weight to 0"
                 )
 
+    def changes_graphs(self) -> bool:
+        """Return whether there are models or distances of features."""
+        return bool(self._models) or self.settings.feature_weight > 0
+
     def _dims(self, number: int) -> tuple[int, ...]:
         teacher = self.settings.teachers[number]
         return teacher.dims or (self._models[number].embed_dim,)

@@ -44,7 +44,7 @@ class TeacherModel:
         """Load the weights."""
         self._model = build_model(self._card.config).eval().requires_grad_(False)
         copy_weights(self._model, pretrained_weights(self._model, self._card.directory))
-        self.logit_scale = float(self._model.logit_scale.exp())
+        self.logit_scale = self._model.logit_scale.exp().item()
 
     @torch.no_grad()
     def encode(self, tower: str, inputs: Tensor) -> Tensor:

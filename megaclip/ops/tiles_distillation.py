@@ -8,7 +8,7 @@ Features are multiplied as `tiles_torch` describes. Both models have features of
 Shapes: m rows, n columns, D and E embedding of student and teacher; `_mn` is one tile of logits.
 """
 
-import math
+from collections import defaultdict
 from typing import NamedTuple
 
 import torch
@@ -44,33 +44,31 @@ class Pair(NamedTuple):
     scale: Tensor
 
 
-def no_statistics(like: Tensor) -> Statistics:
-    """Return the statistics over no entries, with the shape of `like`."""
-    nothing = torch.full_like(like, -math.inf)
-    return Statistics(nothing, nothing.clone(), torch.zeros_like(like))
-
-
-def merged(one: Statistics, other: Statistics) -> Statistics:
-    """Return the statistics over the entries of both."""
-    teacher = torch.logaddexp(one.teacher, other.teacher)
-    means = (part.difference * (part.teacher - teacher).exp() for part in (one, other))
-    return Statistics(torch.logaddexp(one.student, other.student), teacher, sum(means, torch.zeros_like(teacher)))
+def merged(*parts: Statistics) -> Statistics:
+    """Return the statistics over the entries of all parts."""
+    student, teacher, difference = (torch.stack(values) for values in zip(*parts, strict=True))
+    total = teacher.logsumexp(0)
+    return Statistics(student.logsumexp(0), total, (difference * (teacher - total).exp()).sum(0))
 
 
 def tile_distillation_stats(student: Pair, teacher: Pair, *, options: TileOptions) -> tuple[Statistics, Statistics]:
     """Return the statistics of the rows (m,) and of the columns (n,)."""
-    like = student.scale.new_zeros(len(student.rows)), student.scale.new_zeros(len(student.cols))
-    row, col = (no_statistics(each) for each in like)
+    row: dict[int, list[Statistics]] = defaultdict(list)
+    col: dict[int, list[Statistics]] = defaultdict(list)
     (x, y), (u, v), side = _prepared(student, teacher, options)
     with tf32(options.precision == "tf32"):
         for rows, cols in tiles(len(x), len(y), side):
             s_mn = product(x[rows], y[cols].T).mul_(student.scale)
             t_mn = product(u[rows], v[cols].T).mul_(teacher.scale)
-            for total, part, dim in ((row, rows, 1), (col, cols, 0)):
-                found = merged(Statistics(*(each[part] for each in total)), _statistics(s_mn, t_mn, dim))
-                for each, value in zip(total, found, strict=True):
-                    each[part] = value
-    return row, col
+            row[rows.start].append(_statistics(s_mn, t_mn, 1))
+            col[cols.start].append(_statistics(s_mn, t_mn, 0))
+    return _joined(row), _joined(col)
+
+
+def _joined(parts: dict[int, list[Statistics]]) -> Statistics:
+    """Return the statistics of all rows, or all columns. parts: those of their entries in each tile, by first row."""
+    whole = [merged(*of_rows) for of_rows in parts.values()]
+    return Statistics(*(torch.cat(values) for values in zip(*whole, strict=True)))
 
 
 def tile_distillation_grads(
@@ -100,15 +98,17 @@ def _prepared(student: Pair, teacher: Pair, options: TileOptions) -> tuple[tuple
 
 
 def _statistics(s_mn: Tensor, t_mn: Tensor, dim: int) -> Statistics:
-    teacher = t_mn.logsumexp(dim, keepdim=True)
-    difference = ((t_mn - teacher).exp_() * (t_mn - s_mn)).sum(dim)
-    return Statistics(s_mn.logsumexp(dim), teacher.squeeze(dim), difference)
+    """Return the statistics of one tile. log_softmax is one kernel; logsumexp takes six."""
+    s_log, t_log = s_mn.log_softmax(dim), t_mn.log_softmax(dim)
+    student, teacher = (a.select(dim, 0) - b.select(dim, 0) for a, b in ((s_mn, s_log), (t_mn, t_log)))
+    difference = s_log.neg_().add_(t_log).mul_(t_log.exp_()).sum(dim)
+    return Statistics(student, teacher, difference + teacher - student)
 
 
 def _weights(s_mn: Tensor, t_mn: Tensor, s_row: Tensor, s_col: Tensor, t_row: Tensor, t_col: Tensor) -> Tensor:
-    """Return the gradient of the divergences of rows and columns with respect to the student's logits."""
-    p_mn = (s_mn - s_row).exp_()
-    p_mn += (s_mn - s_col).exp_()
-    p_mn -= (t_mn - t_row).exp_()
-    p_mn -= (t_mn - t_col).exp_()
-    return p_mn
+    """Return the gradient of the divergences of rows and columns with respect to the student's logits.
+
+    The softmaxes of both directions are one exponential: exp(s - row) + exp(s - col).
+    """
+    p_mn = torch.logaddexp(-s_row, -s_col).add_(s_mn).exp_()
+    return p_mn.sub_(torch.logaddexp(-t_row, -t_col).add_(t_mn).exp_())

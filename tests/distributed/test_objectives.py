@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaclip.models import build_model
 from megaclip.objectives import Chunk, Objective, WholeBatch
 from megaclip.objectives.distillation import Distillation
 from megaclip.step.batch import StepBatch
@@ -107,11 +108,66 @@ def whole_feature_distillation(loss: Tensor, x: Tensor, y: Tensor, step: int, ca
     return loss + (x - images).square().mean() + (y - texts).square().mean()
 
 
+class Projections:
+    """Stand-in for `TeacherModel`: linear functions of pixels and tokens."""
+
+    embed_dim, logit_scale = 16, 15.0
+
+    def load(self) -> None: ...
+
+    def encode(self, tower: str, inputs: Tensor) -> Tensor:
+        rows = inputs.flatten(1)
+        matrix = torch.randn(rows.shape[1], 16, generator=torch.Generator().manual_seed(9))
+        rows = rows if rows.is_floating_point() else rows.float()
+        return F.normalize(rows @ matrix.to(rows.dtype))
+
+
+def live_distillation() -> Objective:
+    objective = Distillation(teachers=[{"model": "unread"}], weight=3.0, feature_weight=2.0)
+    objective._models = {0: Projections()}
+    return objective
+
+
+def whole_live_distillation(loss: Tensor, x: Tensor, y: Tensor, step: int, case: Case, model: Any) -> Tensor:
+    pixels, tokens = (by_rank(each, case.ranks) for each in engine_cases.whole_batch(step))
+    images = (pixels.double() / 255 - engine_cases.MEAN) / engine_cases.STD
+    u, v = Projections().encode("image", images), Projections().encode("text", tokens.double())
+    distance = 2 - (x * u).sum(1).mean() - (y * v).sum(1).mean()
+    return loss + 3.0 * rows_of_similarities(x, y, model.logit_scale.exp(), u, v, 15.0) + distance
+
+
+class Paired(Objective):
+    """A linear layer and a term of pairs, with a divisor of its own."""
+
+    paired = True
+
+    def build(self, model: Any) -> None:
+        self.head = torch.nn.Linear(model.config.embed_dim, 16)
+
+    def counts(self, tokens: Tensor, fields: dict[str, Tensor]) -> dict[str, int]:
+        return {"pairs": int(tokens[:, 0].sum())}
+
+    def chunk_terms(self, chunk: Chunk) -> dict[str, Tensor]:
+        return {"pairs": paired_term(self, chunk.image_features, chunk.text_features, chunk.fields["target"])}
+
+
+def paired_term(objective: Any, x: Tensor, y: Tensor, target: Tensor) -> Tensor:
+    return 40 * (objective.head(x) * y - target).square().sum()
+
+
+def whole_paired(loss: Tensor, x: Tensor, y: Tensor, step: int, case: Case, model: Any) -> Tensor:
+    target = by_rank(targets_of(step), case.ranks).double()
+    _, tokens = engine_cases.whole_batch(step, captions=bool(case.captions))
+    return loss + paired_term(model.objective, x, y, target) / tokens[:, 0].sum()
+
+
 Oracle = Callable[..., Tensor]
 OBJECTIVES: dict[str, tuple[Callable[[], Objective], Oracle]] = {
     "two kinds": (TwoKinds, two_kinds),
     "distillation": (distillation, whole_distillation),
     "features": (feature_distillation, whole_feature_distillation),
+    "live": (live_distillation, whole_live_distillation),
+    "paired": (Paired, whole_paired),
 }
 
 
@@ -147,6 +203,10 @@ CASES: dict[str, ObjectiveCase] = {
 for _stage in range(4):
     CASES[f"zero{_stage} distillation"] = ObjectiveCase(_stage, 1, keep=1, objective="distillation")
     CASES[f"zero{_stage} distillation x 3"] = ObjectiveCase(_stage, 3, objective="distillation")
+    CASES[f"zero{_stage} paired x 3"] = ObjectiveCase(_stage, 3, keep=2 * (_stage % 2), objective="paired")
+CASES["zero1 live x 3"] = ObjectiveCase(1, 3, keep=2, text_chunks=2, objective="live")
+CASES["zero3 live"] = ObjectiveCase(3, 1, objective="live", embeddings_on_cpu=True)
+CASES["zero3 paired"] = ObjectiveCase(3, 1, objective="paired", offload="optimizer")
 CASES["zero2 distillation captions"] = ObjectiveCase(2, 3, text_chunks=2, captions="cut", objective="distillation")
 CASES["zero1 features"] = ObjectiveCase(1, 3, keep=2, objective="features")
 CASES["zero3 features captions"] = ObjectiveCase(3, 1, captions="cut", objective="features")
@@ -183,7 +243,14 @@ def trained() -> dict[int, list[dict[str, Outcome | str]]]:
 def test_terms_equal_one_process_on_the_whole_batch(trained, ranks, name):
     case = cases_of(ranks)[name]
     with batch_for(ranks):
-        training = OracleTraining(case)
+        torch.manual_seed(engine_cases.SEED)
+        model = build_model(engine_cases.model_of(case))
+        for parameter_name, parameter in model.named_parameters():
+            parameter.requires_grad_(engine_cases.trains(parameter_name, case))
+        model.objective = OBJECTIVES[case.objective][0]()
+        torch.manual_seed(engine_cases.SEED)
+        model.objective.attach(model)
+        training = OracleTraining(case, model=model.double())
         oracle = OBJECTIVES[case.objective][1]
         expected = training.train(training.features, lambda *values: oracle(*values, case, training.model))
     for rank, outcome in enumerate(trained[ranks]):
