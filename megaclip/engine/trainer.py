@@ -161,11 +161,13 @@ class Trainer:
         elif plan.compiles:
             normalise = functools.partial(normalise, compute=compiled_function(normalised_pixels))
         text = inputs.model_config.text_cfg
-        divide_captions = None
-        if not plan.workload.pairs:
-            divide_captions = division_of_captions(
-                self.config.megaclip.cut_captions, text, tensor_ranks=self.engine.module.tensor.size, ranks=resolve()
-            )
+        divide_captions = division_of_captions(
+            self.config.megaclip.cut_captions,
+            text,
+            tensor_ranks=self.engine.module.tensor.size,
+            ranks=resolve(),
+            pairs=plan.workload.pairs,
+        )
         with (
             closing(slots),
             StepStore(

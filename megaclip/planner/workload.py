@@ -163,6 +163,11 @@ class Workload:
                 f"train_micro_batch_size_per_gpu {workload.batch.micro_batch}, and the caption decoder or the "
                 "objective pairs images with captions; leave it out"
             )
+        if workload.pairs and config.megaclip.cut_captions is True:
+            raise ConfigError(
+                "megaclip.cut_captions true cannot be used with a caption decoder or an objective that pairs images "
+                'with captions: captions are not sorted by length; use "auto" or false, which encode the padding'
+            )
         locks = ("image", workload.image_unlocked), ("text", workload.text_unlocked)
         for (name, unlocked), parameters in zip(locks, workload.parameters, strict=True):
             if unlocked is not None and config.megaclip.lora is not None:

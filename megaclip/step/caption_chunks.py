@@ -122,14 +122,16 @@ DivideCaptions = Callable[[Tensor, int], CaptionChunks]
 
 
 def division_of_captions(
-    setting: bool | str, text: TextConfig | OpenClipText, *, tensor_ranks: int, ranks: RankGroup
-) -> DivideCaptions:
+    setting: bool | str, text: TextConfig | OpenClipText, *, tensor_ranks: int, ranks: RankGroup, pairs: bool
+) -> DivideCaptions | None:
     """Return the function that divides the captions of every step of a run. If it does not cut them, log why.
 
-    setting: megaclip.cut_captions. tensor_ranks, ranks: as for `CaptionChunks.cut`.
+    setting: megaclip.cut_captions. tensor_ranks, ranks: as for `CaptionChunks.cut`. pairs: each chunk of images is
+    encoded together with its captions, so there is no such function.
     """
-    if cuts_captions(setting, text):
+    if not pairs and cuts_captions(setting, text):
         return functools.partial(CaptionChunks.cut, config=text, tensor_ranks=tensor_ranks, ranks=ranks)
     reason = "megaclip.cut_captions is false" if setting is False else reason_not_to_cut(text)
+    reason = "they are encoded together with their images" if pairs else reason
     logger.info("captions are encoded with their padding, %d tokens each: %s", text.context_length, reason)
-    return CaptionChunks.whole
+    return None if pairs else CaptionChunks.whole

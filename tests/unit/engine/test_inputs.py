@@ -72,6 +72,28 @@ def test_captions_whose_padding_matters_cannot_be_cut(tmp_path: Path, text: dict
         read_inputs(parse_arguments([*flags, str(ds_config(tmp_path, cut_captions="auto"))]))
 
 
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        (
+            "demo-tiny",
+            ["--coca-caption-loss-weight", "1"],
+            "--coca-caption-loss-weight has no effect",
+        ),
+        ("coca_ViT-B-32", ["--set", "megaclip.objective={file}:Other"], "would not train the caption decoder"),
+        ("coca_ViT-B-32", ["--set", "megaclip.objective={file}:Own"], "nowhere"),  # accepted: the next problem
+    ],
+)
+def test_the_caption_loss_belongs_to_models_with_a_decoder(tmp_path, model, changes, message):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from megaclip.objectives import Caption, Objective\nclass Own(Caption): pass\nclass Other(Objective): pass\n"
+    )
+    flags = ["--model", model, "--train-data", "nowhere", "--deepspeed_config", str(ds_config(tmp_path))]
+    with pytest.raises((ConfigError, DataError), match=message):
+        read_inputs(parse_arguments([*flags, *(word.replace("{file}", str(file)) for word in changes)]))
+
+
 def test_evaluating_an_average_requires_one(tmp_path: Path) -> None:
     flags = ["--model", "demo-tiny", "--train-data", "nowhere", "--tokenizer", "clip", "--deepspeed_config"]
     with pytest.raises(ConfigError, match="--eval-ema requires --val-data or --val-fraction or --zeroshot-data"):

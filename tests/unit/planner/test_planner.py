@@ -10,6 +10,7 @@ from megaclip.config.checks import check_ds_config
 from megaclip.errors import ConfigError
 from megaclip.losses import FastClipLoss
 from megaclip.losses.fastclip_variants import VARIANTS
+from megaclip.models import meta_model
 from megaclip.planner import (
     advice,
     advice_beyond_settings,
@@ -20,7 +21,9 @@ from megaclip.planner import (
     plan_time,
 )
 from megaclip.planner.memory import resolve_auto
+from megaclip.planner.phases import graph_bytes, step_phases
 from megaclip.planner.search import _changes, fits
+from megaclip.planner.states import states_of
 from megaclip.planner.workload import EvaluationSets
 from tests.unit.planner.planner_cases import GIB, H200, of_batch, workload
 
@@ -338,3 +341,18 @@ def test_offloaded_embeddings_and_their_gradients_are_in_host_memory(tmp_path: P
     assert "embeddings" not in on_gpu.cpu
     # ranks, towers, features and gradients, (b, D), bf16
     assert on_host.cpu["embeddings"] == 8 * 2 * 2 * 4096 * 512 * 2
+
+
+def test_a_caption_decoder_is_planned_with_the_text_tower(tmp_path: Path) -> None:
+    """Chunks of images and of captions have the same samples, and a pass has the graphs of both."""
+    job = workload(tmp_path, 1, "coca_ViT-B-32")
+    parts = meta_model(job.model).parts()
+    image, *others = (sum(parameter.numel() for parameter in part.parameters()) for part in parts.values())
+    assert [tower.total for tower in job.parameters] == [image, sum(others)]
+    assert (job.chunks, job.backward_passes, job.with_megaclip(keep_graphs=5).kept) == ((8, 8), 8, (2, 2))
+    image_graph, text_graph = graph_bytes(job)
+    phases = step_phases(job, states_of(job))
+    assert phases.text_tower_backward.total > image_graph + text_graph
+    for setting, value in (("text_micro_batch_size", 256), ("cut_captions", True)):
+        with pytest.raises(ConfigError, match=f"megaclip.{setting}"):
+            workload(tmp_path, 1, "coca_ViT-B-32", megaclip={setting: value})

@@ -208,7 +208,7 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> py
 def test_the_log_gives_the_reason_why_captions_keep_their_padding(log):
     last = TextConfig(pool_type="last")
     for setting, text in (("auto", TextConfig()), (True, TextConfig()), (False, TextConfig()), ("auto", last)):
-        division_of_captions(setting, text, tensor_ranks=1, ranks=ONE_RANK)
+        division_of_captions(setting, text, tensor_ranks=1, ranks=ONE_RANK, pairs=False)
     assert log.messages == [
         "captions are encoded with their padding, 77 tokens each: megaclip.cut_captions is false",
         'captions are encoded with their padding, 77 tokens each: the text tower\'s "pool_type" is "last"',
