@@ -72,8 +72,8 @@ _REQUIRES = {
     "lock_image_unlocked_groups": ("lock_image",),
     "lock_text_unlocked_layers": ("lock_text",),
     "group_captions": ("val_data", "val_fraction"),
-    "eval_every_steps": ("val_data", "val_fraction", "zeroshot_data"),
-    "eval_ema": ("val_data", "val_fraction", "zeroshot_data"),
+    "eval_every_steps": ("val_data", "val_fraction", "zeroshot_data", "suite"),
+    "eval_ema": ("val_data", "val_fraction", "zeroshot_data", "suite"),
 }
 """Flag -> flags of which it requires one."""
 
@@ -222,6 +222,9 @@ class TrainArguments(BaseModel):
     zeroshot_data: str | None = None
     """labelled images for zero-shot classification: a folder with one folder per class, or CLIP_benchmark's layout (tar
     shards with .cls files, classnames.txt, templates)"""
+    suite: str | None = None
+    """folder of small evaluation sets, one sub-folder per task as `megaclip evaluate --suite` reads them; every
+    evaluation scores them"""
     val_frequency: NotNegative = 1
     """epochs between evaluations; 0 evaluates only at the end"""
     eval_every_steps: Positive | None = None

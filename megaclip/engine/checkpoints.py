@@ -1,9 +1,9 @@
 """The checkpoints of a run: save them immediately or in the background, resume from one, and record the best one.
 
 The best checkpoint has the highest main score of the run's evaluations: `zero_shot_top1` if the run evaluates zero-shot
-classification, else the mean of `retrieval_r1_i2t` and `retrieval_r1_t2i`. Only evaluations at a step that has a
-checkpoint count. The record is `best_checkpoint.json` in the run's folder. `checkpoint.store.save` keeps the checkpoint
-that it names, whatever --keep-last is.
+classification, else the mean of `retrieval_r1_i2t` and `retrieval_r1_t2i`, else `suite_average`. Only evaluations at a
+step that has a checkpoint count. The record is `best_checkpoint.json` in the run's folder. `checkpoint.store.save`
+keeps the checkpoint that it names, whatever --keep-last is.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from megaclip.checkpoint.durable import read_text
 from megaclip.checkpoint.search import TAG_PATTERN, run_of, step_of, tag_of
 from megaclip.config import TrainArguments
 from megaclip.engine.resume import describe_run, resume
-from megaclip.engine.trainer import Trainer
+from megaclip.engine.trainer import SUITE_AVERAGE, Trainer
 from megaclip.errors import MegaclipError
 from megaclip.files import write_atomically
 from megaclip.logging import get_logger
@@ -157,6 +157,7 @@ class _Data(BaseModel):
     group_captions: bool
     zeroshot_data: str | None
     eval_ema: bool = False
+    suite: str | None = None
 
 
 class _Record(BaseModel):
@@ -178,6 +179,8 @@ def main_score(scores: dict[str, float]) -> tuple[str, float]:
     """Return name and value of the score that ranks checkpoints. Higher is better."""
     if "zero_shot_top1" in scores:
         return "zero_shot_top1", scores["zero_shot_top1"]
+    if _RETRIEVAL[0] not in scores:
+        return SUITE_AVERAGE, scores.get(SUITE_AVERAGE, math.nan)
     return "mean of " + " and ".join(_RETRIEVAL), sum(scores[name] for name in _RETRIEVAL) / len(_RETRIEVAL)
 
 
@@ -216,7 +219,8 @@ class BestCheckpoint:
             logger.info("%s no longer applies to this run and was deleted", self._file)
 
     def _applies(self, record: _Record, step: int) -> bool:
-        same_data = record.data == self._data or not (self._data.val_data or self._data.zeroshot_data)
+        data = self._data
+        same_data = record.data == data or not (data.val_data or data.zeroshot_data or data.suite)
         return self._is_saved(record.checkpoint) and step_of(record.checkpoint) <= step and same_data
 
     def _is_saved(self, tag: str) -> bool:

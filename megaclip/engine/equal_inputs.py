@@ -12,9 +12,11 @@ from typing import Any
 
 from megaclip.comm.collectives import gather_objects
 from megaclip.config import TrainArguments
-from megaclip.data import LabelledDataset, PairDataset
+from megaclip.data import PairDataset
 from megaclip.engine.inputs import Inputs
 from megaclip.errors import ConfigError
+from megaclip.evaluation.items import ItemSet
+from megaclip.evaluation.suite import TaskData
 from megaclip.objectives.registry import objective_identity
 
 _PATHS = {
@@ -24,6 +26,7 @@ _PATHS = {
     "image_root",
     "val_data",
     "zeroshot_data",
+    "suite",
     "tokenizer",
     "pretrained",
     "pretrained_image",
@@ -54,6 +57,7 @@ def require_equal_inputs(arguments: TrainArguments, inputs: Inputs) -> None:
             "--train-data": data_text(inputs.train),
             "--val-data": data_text(inputs.validation),
             "--zeroshot-data": data_text(inputs.labelled),
+            "--suite": _checksum([[task.key, data_text(data)] for task, data in inputs.suite]),
         }
     )
 
@@ -73,12 +77,14 @@ def require_equal(texts: Mapping[str, str]) -> None:
                 )
 
 
-def data_text(dataset: PairDataset | LabelledDataset | None) -> str:
+def data_text(dataset: TaskData | None) -> str:
     """Return a text that is equal for equal data, wherever they are stored."""
     if dataset is None:
         return "no data"
     if isinstance(dataset, PairDataset):
         return f"{len(dataset)} samples in files with {_checksum(dataset.manifest())}"
+    if isinstance(dataset, ItemSet):
+        return f"{len(dataset)} images of items with {_checksum(repr(dataset.items))}"
     classes = f"{len(dataset.class_names)} classes with {_checksum([dataset.class_names, dataset.templates])}"
     return f"{len(dataset)} samples of {classes}"
 

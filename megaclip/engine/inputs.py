@@ -9,6 +9,7 @@ flag contradicts the card, the flag is used, with a warning.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from megaclip.data import (
 )
 from megaclip.engine.tokenizer_choice import choose_tokenizer
 from megaclip.errors import ConfigError
+from megaclip.evaluation.suite import Task, TaskData, open_suite
 from megaclip.logging import get_logger
 from megaclip.models import ModelConfig, ModelDescription, OpenClipConfig, list_models, load_model_config
 from megaclip.models.config import CARD_NAME
@@ -67,6 +69,8 @@ class Inputs:
     """Image preprocessing of training."""
     evaluation_transform: ImageTransform
     """Image preprocessing of evaluation and of the exported model."""
+    suite: Sequence[tuple[Task, TaskData]] = ()
+    """Tasks of --suite with their data."""
     objective: Objective | None = None
     """Objective beside the contrastive loss, not yet attached to a model."""
 
@@ -143,6 +147,7 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
         labelled=open_labelled(arguments.zeroshot_data, max_bad_fraction=arguments.max_bad_fraction)
         if arguments.zeroshot_data
         else None,
+        suite=open_suite(Path(arguments.suite)) if arguments.suite is not None else (),
         train_transform=train_transform,
         evaluation_transform=_transform(image_card, **pixels),
     )

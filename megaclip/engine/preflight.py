@@ -25,7 +25,7 @@ from megaclip.comm.collectives import gather_integers, gather_objects, raise_on_
 from megaclip.comm.groups import by_node, ranks_of_this_node, resolve
 from megaclip.comm.machine import machine_of
 from megaclip.config import MegaclipSection, TrainArguments
-from megaclip.data import bytes_to_come
+from megaclip.data import PairDataset, bytes_to_come
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.schedule import RunLength
 from megaclip.errors import ConfigError
@@ -260,6 +260,8 @@ def workload_of(arguments: TrainArguments, inputs: Inputs, world_size: int) -> W
     batch = inputs.config.batch_layout(world_size).global_batch
     steps = RunLength.of(arguments, len(inputs.train), batch).total_steps
     pairs, labelled = (len(data) if data is not None else 0 for data in (inputs.validation, inputs.labelled))
+    pairs = max([pairs, *(len(data) for _, data in inputs.suite if isinstance(data, PairDataset))])
+    labelled = max([labelled, *(len(data) for _, data in inputs.suite if not isinstance(data, PairDataset))])
     return Workload.of(
         inputs.model_config,
         inputs.config,

@@ -238,7 +238,7 @@ class Run:
 
     def _evaluate(self, metrics: Metrics) -> None:
         """Evaluate, if the command line specifies evaluation data, and record whether the checkpoint is the best."""
-        if self.inputs.validation is None and self.inputs.labelled is None:
+        if self.inputs.validation is None and self.inputs.labelled is None and not self.inputs.suite:
             return
         with self.watchdog.phase("an evaluation"):
             self.scores = self.trainer.evaluate(metrics, self.watchdog.watched)

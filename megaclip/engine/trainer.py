@@ -4,6 +4,7 @@ import functools
 import gc
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
@@ -29,7 +30,9 @@ from megaclip.engine.preflight import keep_more_graphs
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedule import RunLength, chosen_schedule, chosen_warmup
 from megaclip.errors import NonFiniteError
-from megaclip.evaluation import ModelEncoder, evaluate_datasets, example_pictures
+from megaclip.evaluation import Evaluation, ModelEncoder, evaluate_datasets, example_pictures
+from megaclip.evaluation.datasets import Progress
+from megaclip.evaluation.suite import TaskScorer
 from megaclip.logging import get_logger
 from megaclip.models.compilation import compiled_function, report_compilation
 from megaclip.planner import MemoryPlan
@@ -44,6 +47,9 @@ from megaclip.zero.optimizers import set_learning_rate, update
 from megaclip.zero.weight_average import WeightAverage
 
 logger = get_logger(__name__)
+
+SUITE_AVERAGE = "suite_average"
+"""Name of the mean of the main metrics of --suite."""
 
 
 class Trainer:
@@ -259,27 +265,54 @@ class Trainer:
             image_dtype=engine.get_data_types()[0],
             cut_captions=None if self.config.megaclip.cut_captions is False else engine.module.cut_captions,
         )
+
+        def progress(batches: Iterable[Any], name: str) -> Iterable[Any]:
+            return watched(metrics.progress(batches, name))
+
         engine.eval()
         try:
             with self.average.in_model() if arguments.eval_ema else nullcontext():
-                result, left_out = evaluate_datasets(
-                    encode,
-                    pairs=inputs.validation,
-                    labelled=inputs.labelled,
-                    transform=inputs.evaluation_transform,
-                    tokenizer=inputs.tokenizer,
-                    batch_size=arguments.eval_batch_size,
-                    num_workers=arguments.workers,
-                    group_captions=arguments.group_captions,
-                    progress=lambda batches, name: watched(metrics.progress(batches, name)),
-                )
+                scores, left_out = self._suite_scores(encode, progress)
+                result = Evaluation()
+                if inputs.validation is not None or inputs.labelled is not None:
+                    result, bad_samples = evaluate_datasets(
+                        encode,
+                        pairs=inputs.validation,
+                        labelled=inputs.labelled,
+                        transform=inputs.evaluation_transform,
+                        tokenizer=inputs.tokenizer,
+                        batch_size=arguments.eval_batch_size,
+                        num_workers=arguments.workers,
+                        group_captions=arguments.group_captions,
+                        progress=progress,
+                    )
+                    scores, left_out = result.metrics | scores, left_out + Counter(bad_samples)
         finally:
             engine.train()
         pictures = {}
         if dist.get_rank() == 0 and result.examples is not None and inputs.validation is not None:
             pictures = example_pictures(result.examples, inputs.validation)
-        metrics.record_evaluation(self.step, result.metrics, pictures, left_out, of_average=arguments.eval_ema)
-        return result.metrics
+        metrics.record_evaluation(self.step, scores, pictures, left_out, of_average=arguments.eval_ema)
+        return scores
+
+    def _suite_scores(self, encode: ModelEncoder, progress: Progress) -> tuple[dict[str, float], Counter[str]]:
+        """Return the main metrics of --suite by task with their mean, and the number of bad samples by kind."""
+        inputs, arguments = self.inputs, self.arguments
+        scorer = TaskScorer(
+            encode,
+            inputs.evaluation_transform,
+            inputs.tokenizer,
+            arguments.eval_batch_size,
+            arguments.workers,
+            progress,
+        )
+        scores, left_out = dict[str, float](), Counter[str]()
+        for task, data in inputs.suite:
+            result = scorer.score(task, data)
+            if result["metrics"]["main_metric"] is not None:
+                scores[f"suite/{task.key}"] = float(result["metrics"]["main_metric"])
+            left_out += Counter(result["bad_samples"])
+        return scores | ({SUITE_AVERAGE: sum(scores.values()) / len(scores)} if scores else {}), left_out
 
     def _count_step(self) -> None:
         """Count a step. After the first ones, keep more graphs if they fit."""

@@ -6,6 +6,7 @@ of its images. Other sets have the main metric of their kind, such as accuracy.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,7 +79,10 @@ def _key_of(name: str) -> str:
     return name
 
 
-def open_task(task: Task) -> LabelledDataset | PairDataset | ItemSet:
+TaskData = LabelledDataset | PairDataset | ItemSet
+
+
+def open_task(task: Task) -> TaskData:
     """Open the data of a task: the items of `items`, captioned images for retrieval, or labelled images.
 
     Raises DataError, with one line, if the data is missing or cannot be read.
@@ -98,6 +102,20 @@ def open_task(task: Task) -> LabelledDataset | PairDataset | ItemSet:
     return open_labelled(task.folder, split="test", facts=facts)
 
 
+def open_suite(suite: Path) -> list[tuple[Task, TaskData]]:
+    """Return the tasks of a folder that have a main metric, with their data. Raises DataError if one cannot be read."""
+    tasks = [task for task in find_tasks(suite) if task.is_counted]
+    for key, count in Counter(task.key for task in tasks).items():
+        if count > 1:
+            raise DataError(several_folders(key))
+    return [(task, open_task(task)) for task in tasks]
+
+
+def several_folders(key: str) -> str:
+    """Return the error for a key that several folders have."""
+    return f"several folders are {key}; keep one of them in the suite, or rename the others"
+
+
 @dataclass
 class TaskScorer:
     """Computes the metrics of tasks with one model. Every rank must call it for the same tasks."""
@@ -115,7 +133,7 @@ class TaskScorer:
     """Fit a linear probe and find nearest neighbours for classification sets with a train split."""
     _weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def score(self, task: Task, data: LabelledDataset | PairDataset | ItemSet) -> dict[str, Any]:
+    def score(self, task: Task, data: TaskData) -> dict[str, Any]:
         """Return the line of a task in the results file, equal on every rank. data: from `open_task`.
 
         Raises DataError on every rank.
@@ -146,7 +164,7 @@ class TaskScorer:
         facts = {"metric": main, "samples": samples, "bad_samples": bad_samples}
         return {"key": task.key, "dataset": dataset, "metrics": metrics, **facts}
 
-    def _loader(self, data: LabelledDataset | PairDataset | ItemSet) -> EvaluationLoader:
+    def _loader(self, data: TaskData) -> EvaluationLoader:
         return EvaluationLoader(
             data,
             self.transform,
