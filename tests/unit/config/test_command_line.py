@@ -104,7 +104,7 @@ def test_resume_latest_means_auto_as_in_open_clip():
         ([*LOCKED, "--feature-cache", "x", "--id-key", "image"], "--id-key is image; use caption"),
         (["--no-augmentation", "--aug-scale", "0.5", "1"], "--aug-scale has no effect with --no-augmentation"),
         (["--keep-text-positions", "20"], "requires --pretrained or --pretrained-text"),
-        (["--eval-every-steps", "1"], "requires --val-data or --val-fraction or --zeroshot-data; add it"),
+        (["--eval-every-steps", "1"], "requires --val-data or --val-fraction or --zeroshot-data or --suite; add it"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_flag(extra, expected):

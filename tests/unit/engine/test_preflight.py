@@ -41,6 +41,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         train=range(10_000),
         validation=None,
         labelled=None,
+        suite=(),
         objective=None,
     )
     lines: list[str] = []

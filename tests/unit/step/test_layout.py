@@ -103,6 +103,7 @@ def plan_of_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             train=range(100_000),
             validation=None,
             labelled=None,
+            suite=(),
         )
         monkeypatch.setattr(preflight.dist, "get_world_size", lambda: machine.gpus)
         monkeypatch.setattr(preflight, "this_machine", lambda world_size, folder, nvme: machine)
