@@ -239,7 +239,7 @@ class Trainer:
                 self.engine,
                 self.loss.bind(batch.ids, self.length.epoch_at(self.step), batch.pair_ids),
                 batch,
-                self.logit_scale.read(),
+                self.logit_scale.read() if self.loss.own is None else self.loss.own.log_scale.detach().clone(),
                 RandomState(self.arguments.seed, self.step, self._replica),
                 logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
                 coalesce=section.coalesce_gradient_reduction,

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from megaclip.models import DualEncoder
 
 
+CONTRASTIVE = "contrastive"
+"""Name of the contrastive loss among the terms."""
+
+
 @dataclass(frozen=True)
 class Chunk:
     """The samples of one call: those that a pass encodes by one tower or, if the objective pairs, by both.
@@ -95,8 +99,8 @@ class Objective(nn.Module):
     tokens: tuple[str, ...] = ()
     """Towers whose last tokens the objective reads: "image", "text" or both."""
     paired: bool = False
-    """True: a chunk is encoded by both towers in one pass, so image i meets text i. This is also the case if `build`
-    creates parameters or if `tokens` names a tower. Text chunks then have the size of image chunks."""
+    """True: a chunk is encoded by both towers in one pass, so image i meets text i. Text chunks then have the size of
+    image chunks. An objective with parameters requires it. It follows from `tokens` and `counts`."""
 
     model: "DualEncoder"
     """The model, from `attach` on. It is not a submodule."""
@@ -108,7 +112,8 @@ class Objective(nn.Module):
         """
 
     def build(self, model: "DualEncoder") -> None:
-        """Create modules as attributes. Their parameters are trained, saved and resumed with those of the model.
+        """Create modules as attributes. Their parameters are trained, saved, resumed and exported (to
+        `objective.safetensors`) with those of the model. `paired` must be true.
 
         Random initial values are equal on all ranks.
         """
@@ -136,9 +141,8 @@ class Objective(nn.Module):
     def counts(self, tokens: Tensor, fields: dict[str, Tensor]) -> dict[str, int]:
         """Return the numbers of addends, by name of a chunk term, if they are not the samples.
 
-        It is called once per chunk of images, so it requires `paired`.
-
-        tokens: (m, L), of any integer type, and fields: (m, ...), both on the host.
+        It is called once per chunk, which both towers encode. tokens: (m, L) of any integer type, and fields, (m, ...)
+        each, on the host.
         """
         return {}
 
@@ -162,8 +166,7 @@ class Objective(nn.Module):
 
     def encodes_pairs(self) -> bool:
         """Return whether a pass encodes a chunk by both towers."""
-        overrides_counts = type(self).counts is not Objective.counts
-        return self.paired or overrides_counts or bool(self.tokens) or any(True for _ in self.parameters())
+        return self.paired or bool(self.tokens) or type(self).counts is not Objective.counts
 
     def changes_graphs(self) -> bool:
         """Return whether chunks need more memory than the towers take, which the plan of a run does not know."""
@@ -174,7 +177,7 @@ class Objective(nn.Module):
         """Return the features and, in a pass with gradients, the terms of a chunk. The model's forward pass calls it.
 
         It is a module's forward, because ZeRO-3 gathers parameters there. inputs: the fields of `Chunk`. Raises
-        ValueError for outputs of another form than documented.
+        ConfigError for outputs of another form than documented.
         """
         chunk = Chunk(**inputs)
         features = self.chunk_features(chunk)
@@ -182,14 +185,22 @@ class Objective(nn.Module):
         rows = next(len(each) for each in (chunk.image_features, chunk.text_features) if each is not None)
         for name, feature in features.items():
             if feature.ndim == 0 or len(feature) != rows or name in terms:
-                raise ValueError(
+                raise ConfigError(
                     f"{type(self).__name__}.chunk_features returned {name!r} of shape {tuple(feature.shape)}; return "
                     f"one row for each of the {rows} samples, under a name that is no term's"
                 )
-        for name, term in terms.items():
-            if term.ndim:
-                raise ValueError(
-                    f"{type(self).__name__}.chunk_terms returned {name!r} of shape {tuple(term.shape)}; return the sum "
-                    "over the samples, of shape ()"
-                )
+        check_terms(f"{type(self).__name__}.chunk_terms", terms)
         return features | terms
+
+
+def check_terms(method: str, terms: Any) -> None:
+    """Raise ConfigError unless `terms`, which a user's method has returned, are scalar tensors by name."""
+    if not isinstance(terms, dict):
+        raise ConfigError(f"{method} returned {type(terms).__name__}; return a dict of terms by name")
+    for name, term in terms.items():
+        if not isinstance(term, Tensor) or term.ndim or name == CONTRASTIVE:
+            found = f"shape {tuple(term.shape)}" if isinstance(term, Tensor) else f"type {type(term).__name__}"
+            raise ConfigError(
+                f"{method} returned {name!r} of {found}; return a sum or mean, a tensor of shape (), under a name "
+                f"other than {CONTRASTIVE!r}"
+            )

@@ -112,11 +112,9 @@ class Distillation(Objective):
     def __init__(self, **settings: Any) -> None:
         super().__init__()
         chosen = self.settings = Settings.model_validate(settings)
-        self.weights = {
-            "contrastive": chosen.contrastive_weight,
-            "distillation": chosen.weight,
-            "features": chosen.feature_weight,
-        }
+        weights = {"distillation": chosen.weight, "features": chosen.feature_weight}
+        self.weights = {name: weight for name, weight in weights.items() if weight}
+        self.weights["contrastive"] = chosen.contrastive_weight
         self.paired, self.fields = chosen.project, {}
         self._models: dict[int, TeacherModel] = {}
         for number, teacher in enumerate(chosen.teachers):

@@ -18,11 +18,14 @@ from megaclip.cache.passes import Role
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.comm.groups import resolve
 from megaclip.devices import upload
+from megaclip.errors import ConfigError
+from megaclip.logging import get_logger, log_once
 from megaclip.objectives import Objective, WholeBatch
+from megaclip.objectives.base import CONTRASTIVE, check_terms
 from megaclip.step.batch import StepBatch, Tower
 
-CONTRASTIVE = "contrastive"
-"""Name of the contrastive loss among the terms."""
+logger = get_logger(__name__)
+
 TOWERS = {"image": Tower.IMAGE, "text": Tower.TEXT, "pair": Tower.IMAGE}
 """Call of the objective in a pass -> tower with whose features its results are kept."""
 
@@ -110,7 +113,9 @@ class StepTerms:
         scale, bias = (*scalars, None)[:2]
         assert scale is not None
         whole = WholeBatch(features[Tower.IMAGE], features[Tower.TEXT], scale, bias, more, fields)
-        terms = {CONTRASTIVE: contrastive} | self._objective.batch_terms(whole)
+        own = self._objective.batch_terms(whole)
+        check_terms(f"{type(self._objective).__name__}.batch_terms", own)
+        terms = {CONTRASTIVE: contrastive} | own
         self._values = {name: term.detach() for name, term in terms.items()}
         return sum((self.weight(name) * term for name, term in terms.items()), contrastive.new_zeros(()))
 
@@ -123,9 +128,13 @@ class StepTerms:
             return contrastive
         own = {name: value / self._batch.rows() for name, value in self._chunk_sums.items()}
         own |= {name: self._chunk_sums[name] * resolve().size / count for name, count in self._addends.items()}
+        if twice := own.keys() & self._values.keys():
+            raise ConfigError(f"the term {min(twice)!r} is one of chunks and of the batch; give it two names")
         own |= self._values
         means = sum_over_ranks(torch.stack([own[name].to(contrastive.dtype) for name in sorted(own)])) / resolve().size
         found = dict(zip(sorted(own), means.unbind(), strict=True)) | {CONTRASTIVE: contrastive}
+        if unused := self._objective.weights.keys() - found.keys():
+            log_once(logger.warning, f"megaclip.objective: its weights name {min(unused)!r}, and there is no such term")
         if values is not None:
             values.update(found)
         return sum((self.weight(name) * value for name, value in found.items()), contrastive.new_zeros(()))

@@ -10,8 +10,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
+from megaclip.checkpoint.open_clip_weights import write_weights
 from megaclip.checkpoint.saved_states import OBJECTIVE, consolidated_weights
 from megaclip.commands import export_open_clip
+from megaclip.models import build_model, load_model_config
 from tests.end_to_end.training_runs import DS_CONFIG, ROOT, flags, run_in_ranks, scalars
 
 EXAMPLES = ROOT / "examples" / "objectives"
@@ -39,12 +42,9 @@ def with_fields(source: Path, target: Path) -> str:
     return str(target / "*.tar")
 
 
-def settings(path: Path, objective: str | None, stage: int = 1, **of_objective: object) -> Path:
-    section = (
-        DS_CONFIG["megaclip"]
-        | {"objective": objective}
-        | ({"objective_settings": of_objective} if of_objective else {})
-    )
+def settings(path: Path, objective: str | None, stage: int = 1, loss: str = "clip", **of_objective: object) -> Path:
+    own = {"loss": loss, "objective": objective, "objective_settings": of_objective or None}
+    section = DS_CONFIG["megaclip"] | own
     path.write_text(json.dumps(DS_CONFIG | {"zero_optimization": {"stage": stage}, "megaclip": section}))
     return path
 
@@ -54,8 +54,13 @@ def test_objectives_train_resume_and_export(tiny_run, tmp_path, monkeypatch):
     shared = {"train_data": data, "train_steps": 4, "save_every_steps": 2, "keep_last": 9, "log_every_n_steps": 1}
     score = [settings(tmp_path / f"score{stage}.json", f"{EXAMPLES / 'score.py'}:Score", stage) for stage in (1, 3)]
     margin = settings(tmp_path / "margin.json", f"{EXAMPLES / 'margin.py'}:Margin", margin=0.9)
-    mirrored = settings(tmp_path / "mirrored.json", f"{EXAMPLES / 'mirrored.py'}:Mirrored", 3)
+    mirrored = settings(tmp_path / "mirrored.json", f"{EXAMPLES / 'mirrored.py'}:Mirrored", 3, "fastclip_v3")
     stored = settings(tmp_path / "stored.json", "distillation", teachers=[TEACHER], feature_weight=0.5, project=True)
+    config = load_model_config(str(tiny_run / "model.json"))
+    (tmp_path / "teacher").mkdir()
+    write_weights(tmp_path / "teacher", build_model(config).state_dict(), config)
+    write_model_card(tmp_path / "teacher", config, OPENAI_PREPROCESS)
+    live = settings(tmp_path / "live.json", "distillation", 3, teachers=[{"model": str(tmp_path / "teacher")}])
     second = tmp_path / "score/checkpoints/step_00000002"
     commands = {
         "score": flags(tiny_run, score[0], tmp_path, name="score", **shared),
@@ -63,6 +68,7 @@ def test_objectives_train_resume_and_export(tiny_run, tmp_path, monkeypatch):
         "zero3": flags(tiny_run, score[1], tmp_path, name="zero3", resume=second, **shared),
         "margin": flags(tiny_run, margin, tmp_path, name="margin", **shared),
         "mirrored": flags(tiny_run, mirrored, tmp_path, name="mirrored", **shared),
+        "live": flags(tiny_run, live, tmp_path, name="live", **shared),
         "stored": flags(tiny_run, stored, tmp_path, name="stored", **shared),
         "without": flags(tiny_run, settings(tmp_path / "no.json", None), tmp_path, name="no", resume=second, **shared),
     }

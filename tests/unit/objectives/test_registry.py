@@ -1,9 +1,11 @@
 """Wrong objectives and settings are refused with one line that names the setting."""
 
 import pytest
+import torch
 
 from megaclip.errors import ConfigError
 from megaclip.objectives import load_objective
+from megaclip.objectives.base import check_terms
 
 REFUSED = {
     "unknown": ("distilation", {}, "megaclip.objective 'distilation' is not known; use distillation, or FILE.py:CLASS"),
@@ -36,3 +38,18 @@ def test_objectives_are_refused_in_one_line(tmp_path, monkeypatch, case):
     with pytest.raises(ConfigError) as caught:
         load_objective(name, of_objective)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+WRONG = {
+    "a number": ({"a": 1.0}, "returned 'a' of type float"),
+    "no sum": ({"a": torch.zeros(3)}, r"returned 'a' of shape \(3,\)"),
+    "no dict": (torch.zeros(()), "returned Tensor; return a dict"),
+    "reserved": ({"contrastive": torch.zeros(())}, "under a name other than 'contrastive'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_terms_of_another_form_are_refused_in_one_line(case):
+    terms, message = WRONG[case]
+    with pytest.raises(ConfigError, match=message):
+        check_terms("Own.batch_terms", terms)
