@@ -75,7 +75,10 @@ def read_card(path: Any) -> dict[str, Any]:
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in CLASSES:
         problem = "has no model_type" if kind is None else f"has the model_type {shortened(repr(kind))}"
-        raise ConfigError(f"{path} {problem}; expected {', '.join(CLASSES)}, that of transformers' CLIPModel, ...")
+        problem += f"; expected {', '.join(CLASSES)}, that of transformers' CLIPModel, ..."
+        if str(kind).endswith(("_vision_model", "_text_model")):
+            problem += "; --pretrained-image and --pretrained-text read a tower alone"
+        raise ConfigError(f"{path} {problem}")
     of_kind = FIELDS["defaults"][kind]
     top, text, image = (_fields(content, of_kind[name], name, path) for name in ("", "text_config", "vision_config"))
     translate = _clip if kind == "clip" else _siglip

@@ -240,6 +240,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a list as model_type": (changed(CONFIG, model_type=["clip"]), r"has the model_type ..clip.\W+; expected clip"),
     "another model": (changed(CONFIG, model_type="bert"), "has the model_type 'bert'; expected clip"),
     "Chinese CLIP": (changed(CONFIG, model_type="chinese_clip"), "has the model_type 'chinese_clip'"),
+    "a tower": (changed(CONFIG, model_type="siglip_vision_model"), "--pretrained-text read a tower alone"),
     "section": (changed(CONFIG, text_config=[1]), "text_config is not a JSON object"),
     "unknown": (changed(CONFIG, vision_config__rope_theta=1.0), "vision_config.rope_theta 1.0 is not known"),
     "unknown and off": (changed(CONFIG, text_config__use_bias=False), "text_config.use_bias false is not known"),
