@@ -148,6 +148,8 @@ def print_plan(workload: Workload, cluster: Cluster) -> int:
     )
     tables = memory_table(plan, cluster), graphs_text(plan.workload), loss_table(plan.workload)
     print(*tables, time_table(step, cluster), sep="\n\n")
+    if workload.megaclip.objective is not None:
+        print(f"NOT PLANNED: memory and time of megaclip.objective {workload.megaclip.objective}")
     if step.decoding_hidden:
         print(data_text(step, workload, cluster))
     if workload.steps is not None:

@@ -44,6 +44,14 @@ class Field:
     epoch, id), the same for all such fields of a sample. "captions": the row of the caption that training takes, of all
     captions in the order of --caption-key."""
 
+    def __post_init__(self) -> None:
+        is_shape = isinstance(self.shape, tuple) and all(isinstance(size, int) and size > 0 for size in self.shape)
+        if not is_shape or not isinstance(self.dtype, torch.dtype) or self.one_of not in ("", "views", "captions"):
+            raise ValueError(
+                f"Field {self.key!r} has shape {self.shape!r}, dtype {self.dtype!r} and one_of {self.one_of!r}; use a "
+                'tuple of sizes, a dtype of torch, and "views" or "captions"'
+            )
+
     @property
     def extension(self) -> str:
         """Extension of the member of a tar shard, lower-case and without a dot."""
@@ -107,7 +115,7 @@ def draw(
     contents: what the source has of each field. seeds: (seed, epoch, id). caption: number of the caption that training
     takes, of all `of` captions.
     """
-    found = {}
+    found, views = {}, None
     for name, field in fields.items():
         array = field.array(contents.get(name), place)
         if field.one_of == "captions":
@@ -115,6 +123,9 @@ def draw(
                 raise BadSample("field of wrong shape", f"{place}: {field.key} has {len(array)} rows for {of} captions")
             array = array[caption]
         elif field.one_of == "views":
+            views = views or len(array)
+            if len(array) != views:
+                raise BadSample("field of wrong shape", f"{place}: {field.key} has {len(array)} views of {views}")
             share = digest(f"view {' '.join(map(str, seeds))}".encode()) % 2**53 / 2**53  # in [0, 1)
             array = array[int(share * len(array))]
         found[name] = array

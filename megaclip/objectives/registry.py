@@ -76,6 +76,7 @@ def _own_class(name: str) -> type[Objective]:
         raise ConfigError(
             f"megaclip.objective {name!r}: {file!r} is not a file; relative paths start at the working directory"
         )
+    sys.path.append(str(path.parent.resolve()))  # as for a script: the file may import others beside it
     # Workers and pickled objects find the class by its module's name.
     module_name = f"megaclip_objective_{path.stem}"
     specification = importlib.util.spec_from_file_location(module_name, path)

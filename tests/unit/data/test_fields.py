@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from megaclip.data import ImageTransform, TrainLoader, open_pairs
 from megaclip.data.batch import BadSample
-from megaclip.data.fields import Field
+from megaclip.data.fields import Field, draw
 from megaclip.errors import DataError
 from tests.unit.data.data_samples import CountingTokenizer, picture, write_tar
 
@@ -159,6 +159,18 @@ def test_bad_fields_are_counted_as_bad_samples(tmp_path, fault):
     assert loader.bad_counts[KINDS.get(fault, fault)] == 1
     assert 3 not in batch.tokens[:, 0].tolist()
     assert batch.fields["vector"].tolist() == [vector(number) for number in batch.tokens[:, 0].tolist()]
+
+
+def test_fields_with_different_numbers_of_views_are_a_bad_sample():
+    fields = {name: Field(name, one_of="views") for name in ("a", "b")}
+    with pytest.raises(BadSample, match="b has 2 views of 3"):
+        draw(fields, {"a": [1.0, 2.0, 3.0], "b": [1.0, 2.0]}, "x", seeds=(0, 0, 0), caption=0, of=1)
+
+
+@pytest.mark.parametrize("wrong", [{"shape": 3}, {"shape": (0,)}, {"dtype": "float32"}, {"one_of": "rows"}])
+def test_a_field_that_is_declared_wrongly_is_refused(wrong):
+    with pytest.raises(ValueError, match="Field 'a' has shape"):
+        Field("a", **wrong)
 
 
 def test_an_archive_that_unpacks_to_too_much_is_not_unpacked():
