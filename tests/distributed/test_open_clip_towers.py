@@ -21,7 +21,7 @@ from tests.distributed.engine_cases import STEPS, WORLD_SIZE, Outcome, whole_par
 from tests.distributed.harness import or_traceback, run_ranks
 from tests.distributed.open_clip_cases import Case, description, oracle, start_engine, statistics_of, train
 from tests.distributed.test_engine import comparisons
-from tests.open_clip_families import BOTH_RANDOM, COCA, FAMILIES, WITH_BATCH_NORM, family
+from tests.open_clip_families import BOTH_RANDOM, COCA, FAMILIES, WITH_BATCH_NORM
 from tests.tolerances import OPEN_CLIP_BF16, OPEN_CLIP_ENGINE, compare, exceeded, unnoticed
 
 WAYS: dict[str, dict] = {
@@ -155,13 +155,15 @@ def test_the_caption_loss_is_that_of_the_whole_batch(tmp_path, ranks, chunks):
         check(outcomes, name, case, tmp_path)
 
 
-def test_exports_are_compared_with_open_clips_own_forward(trained, folder):
+@pytest.mark.parametrize(
+    ("name", "weight"), [("convnext zero3", "visual.head.proj.weight"), ("coca zero0", "text_decoder.text_projection")]
+)
+def test_exports_are_compared_with_open_clips_own_forward(trained, folder, name, weight):
     """A changed weight is detected, so the comparison of the other test depends on the exported values."""
-    name = "convnext zero3"
     check(trained, name, QUICK[name], folder)
-    config, exported = family("convnext", folder), folder / "exported" / name.replace(" ", "-")
+    config, exported = description(QUICK[name], folder), folder / "exported" / name.replace(" ", "-")
     changed = read_weights(exported, config)
-    changed["visual.head.proj.weight"] += 0.1 * torch.randn_like(changed["visual.head.proj.weight"])
+    changed[weight] += 0.1 * torch.randn_like(changed[weight])
     assert verify(exported, assigned_model(config, changed)).max_abs_diff > 3 * TOLERANCE
 
 
