@@ -119,6 +119,13 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     }
     weights = arguments.train_data_weights or None
     objective = chosen_objective(arguments, config.megaclip, model_config)
+    if model_config.has_decoder and chosen.tokenizer.vocab_size > (words := model_config.text_cfg.vocab_size):
+        logger.warning(
+            "the tokenizer has %d ids, and the caption decoder has logits for the first %d only: tokens with other ids "
+            "are left out of the caption loss; set text_cfg.vocab_size in a copy of the model's JSON to train them",
+            chosen.tokenizer.vocab_size,
+            words,
+        )
     fields = {} if objective is None else objective.fields
     if objective is not None and arguments.feature_cache is not None:
         raise ConfigError(
