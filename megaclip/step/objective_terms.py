@@ -127,6 +127,8 @@ class StepTerms:
         if self._objective is None:
             return contrastive
         own = {name: value / self._batch.rows() for name, value in self._chunk_sums.items()}
+        if missing := self._addends.keys() - own.keys():
+            raise ConfigError(f"megaclip.objective: counts names {min(missing)!r}, which chunk_terms does not return")
         own |= {name: self._chunk_sums[name] * resolve().size / count for name, count in self._addends.items()}
         if twice := own.keys() & self._values.keys():
             raise ConfigError(f"the term {min(twice)!r} is one of chunks and of the batch; give it two names")

@@ -113,6 +113,8 @@ def build_engine(
                 "class: a pass over one tower would not use them"
             )
         if config.zero_stage == 3:
+            if config.bf16:
+                objective.bfloat16()  # DeepSpeed casts parameters to bfloat16 only before it partitions them
             partition(module=model)  # the objective's parameters: the other ones are partitioned already
     is_kept = config.bf16 and dist.get_rank() == 0
     model.locked_weights = {name: pretrained[name] for name in locked & pretrained.keys() if is_kept}

@@ -206,6 +206,8 @@ for _stage in range(4):
     CASES[f"zero{_stage} paired x 3"] = ObjectiveCase(_stage, 3, keep=2 * (_stage % 2), objective="paired")
 CASES["zero1 live x 3"] = ObjectiveCase(1, 3, keep=2, text_chunks=2, objective="live")
 CASES["zero3 live"] = ObjectiveCase(3, 1, objective="live", embeddings_on_cpu=True)
+CASES["zero1 paired image frozen"] = ObjectiveCase(1, 3, locked="image", objective="paired")
+CASES["zero3 paired coalesced"] = ObjectiveCase(3, 3, patch_dropout=0.5, coalesce=True, objective="paired")
 CASES["zero3 paired"] = ObjectiveCase(3, 1, objective="paired", offload="optimizer")
 CASES["zero2 distillation captions"] = ObjectiveCase(2, 3, text_chunks=2, captions="cut", objective="distillation")
 CASES["zero1 features"] = ObjectiveCase(1, 3, keep=2, objective="features")

@@ -45,7 +45,8 @@ def with_fields(source: Path, target: Path) -> str:
 def settings(path: Path, objective: str | None, stage: int = 1, loss: str = "clip", **of_objective: object) -> Path:
     own = {"loss": loss, "objective": objective, "objective_settings": of_objective or None}
     section = DS_CONFIG["megaclip"] | own
-    path.write_text(json.dumps(DS_CONFIG | {"zero_optimization": {"stage": stage}, "megaclip": section}))
+    content = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": stage == 3}, "megaclip": section}
+    path.write_text(json.dumps(DS_CONFIG | content))
     return path
 
 
@@ -86,7 +87,7 @@ def test_objectives_train_resume_and_export(tiny_run, tmp_path, monkeypatch):
     for name, exact in (("resumed", True), ("zero3", False)):
         other = consolidated_weights(tmp_path / name / "checkpoints", last, of_objective=True)
         for key, value in weights.items():
-            bound = {} if exact else {"rtol": 1e-3, "atol": 1e-5}
+            bound = {} if exact else {"rtol": 0.02, "atol": 2e-3}
             torch.testing.assert_close(other[key], value, **(bound or {"rtol": 0, "atol": 0}))
     curves = scalars(tmp_path / "score")
     score, contrastive = curves["train/terms/score"], curves["train/terms/contrastive"]
