@@ -88,23 +88,22 @@ def _(
 
 
 @torch.library.custom_op("megaclip::mlp_backward", mutates_args=())
-def _backward(gradient: Tensor, w2: Tensor, z: Tensor, kind: str, recomputes: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of z (m, H) and of the first bias (H,) from that of the output (m, C), and the activation of
-    z (m, H), empty unless `recomputes`."""
+def _backward(gradient: Tensor, w2: Tensor, z: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return the gradients of z (m, H) and of the first bias (H,) from that of the output (m, C)."""
     if z.is_cuda:
-        return _product("linear_activation_backward", gradient, w2, z, kind, recomputes)
+        return _product("linear_activation_backward", gradient, w2, z, kind)
     through = gradient @ w2
     if kind == "quick":
         s = torch.sigmoid(1.702 * z)
         dz = through * (s + 1.702 * z * s * (1 - s))
     else:
         dz = torch.ops.aten.gelu_backward(through, z, approximate=kind)
-    return dz, dz.sum(0), activate(z, kind) if recomputes else z.new_empty(0)
+    return dz, dz.sum(0)
 
 
 @_backward.register_fake
-def _(gradient: Tensor, w2: Tensor, z: Tensor, kind: str, recomputes: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(z), z.new_empty(z.shape[1]), torch.empty_like(z) if recomputes else z.new_empty(0)
+def _(gradient: Tensor, w2: Tensor, z: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(z), z.new_empty(z.shape[1])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -114,11 +113,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 def _gradients(ctx: Any, gradient: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    x, w1, w2, z, kept = ctx.saved_tensors
-    recomputes = ctx.keeps == 1
-    dz, db1, hidden = _backward(gradient, w2, z, ctx.kind, recomputes)
-    dw2 = gradient.t() @ (hidden if recomputes else kept)
-    return dz @ w1, dz.t() @ x, db1, dw2, gradient.sum(0), None, None
+    x, w1, w2, z, hidden = ctx.saved_tensors
+    dz, db1 = _backward(gradient, w2, z, ctx.kind)
+    if ctx.keeps == 1:
+        hidden = activate(z, ctx.kind)
+    return dz @ w1, dz.t() @ x, db1, gradient.t() @ hidden, gradient.sum(0), None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_keep)

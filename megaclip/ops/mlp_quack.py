@@ -47,8 +47,8 @@ def _gelu_gradient(z, gradient):
 
 
 @functools.cache
-def _products(kind: str) -> tuple[Any, Any, Any]:
-    """Return the product forward, the one backward, and the one backward that computes the activation again."""
+def _products(kind: str) -> tuple[Any, Any]:
+    """Return the product forward and the one backward."""
     name = _APPROXIMATIONS.get(kind, "")
     activation, gradient = act_fn_map.get(name, _gelu), dact_fn_map.get(name, _gelu_gradient)
 
@@ -62,12 +62,7 @@ def _products(kind: str) -> tuple[Any, Any, Any]:
         dz, _ = gradient(c, acc)
         return {"D": dz, "sums": dz}
 
-    @gemm_epilogue(outputs=("hidden",), reduces={"sums": RowVecReduce("sums")})
-    def recomputing(acc, c):
-        dz, hidden = gradient(c, acc)
-        return {"D": dz, "sums": dz, "hidden": hidden}
-
-    return forward, backward, recomputing
+    return forward, backward
 
 
 def linear_activation(x: Tensor, weight: Tensor, bias: Tensor, kind: str, keeps: bool) -> tuple[Tensor, Tensor]:
@@ -75,19 +70,16 @@ def linear_activation(x: Tensor, weight: Tensor, bias: Tensor, kind: str, keeps:
 
     x: (m, C). weight: (H, C). bias: (H,). kind: see `megaclip.ops.mlp.activate`.
     """
-    product, _, _ = _products(kind)
+    product, _ = _products(kind)
     out = product(x, weight.t(), config=_TILES, tuned=False, store_d=keeps, bias=bias.unsqueeze(0))
     return out["D"] if keeps else x.new_empty(0), out["hidden"]
 
 
-def linear_activation_backward(
-    gradient: Tensor, weight: Tensor, z: Tensor, kind: str, recomputes: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dz = (gradient weight) * activation'(z) (m, H), its column sums (H,), and the activation of z (m, H),
-    empty unless `recomputes`.
+def linear_activation_backward(gradient: Tensor, weight: Tensor, z: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return dz = (gradient weight) * activation'(z) (m, H) and its column sums (H,), in the dtype of z.
 
     gradient: (m, C). weight: (C, H). z: (m, H).
     """
-    product = _products(kind)[1 + recomputes]
+    _, product = _products(kind)
     out = product(gradient.contiguous(), weight, z, config=_TILES, tuned=False)
-    return out["D"], out["sums"].to(z.dtype), out["hidden"] if recomputes else z.new_empty(0)
+    return out["D"], out["sums"].to(z.dtype)
