@@ -35,7 +35,7 @@ from megaclip.ops.tiles_distillation import (
 from megaclip.ops.types import TileOptions, accumulation_dtype
 
 TILES = TileOptions(tile_budget_mib=512)
-"""Default options. Tiles of 128 MiB take 1.7 times as long (B = 32,768, H100), because they have many small kernels."""
+"""Default options. Tiles of 128 MiB took 1.7 times as long (B = 32,768, H100), because they are many small kernels."""
 
 
 class DistillationLoss(nn.Module):

@@ -98,7 +98,7 @@ def _prepared(student: Pair, teacher: Pair, options: TileOptions) -> tuple[tuple
 
 
 def _statistics(s_mn: Tensor, t_mn: Tensor, dim: int) -> Statistics:
-    """Return the statistics of one tile. log_softmax is one kernel; logsumexp takes six."""
+    """Return the statistics of one tile. log_softmax is one kernel, and logsumexp several."""
     s_log, t_log = s_mn.log_softmax(dim), t_mn.log_softmax(dim)
     student, teacher = (a.select(dim, 0) - b.select(dim, 0) for a, b in ((s_mn, s_log), (t_mn, t_log)))
     difference = s_log.neg_().add_(t_log).mul_(t_log.exp_()).sum(dim)
