@@ -8,11 +8,13 @@ ranks save. docs/multi_node.md describes when a run is not restarted.
 
 import argparse
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
@@ -26,6 +28,9 @@ from megaclip.config import load_training_config, parse_arguments
 from megaclip.engine.process_group import usable_ranks
 from megaclip.errors import ConfigError, MegaclipError, first_line, nearest
 from megaclip.hosts.agent import Agent
+from megaclip.logging import get_logger
+
+logger = get_logger(__name__)
 
 # Seconds, except for the number of attempts. read_timeout is how long this host waits for the store.
 RENDEZVOUS = {"last_call_timeout": 5, "keep_alive_interval": 3, "keep_alive_max_attempt": 5, "read_timeout": 600}
@@ -80,7 +85,9 @@ def launch(arguments: argparse.Namespace, command: list[str]) -> NoReturn:
     config.max_restarts = config.max_restarts if command[0] == "train" else 0
     # Otherwise hosts that come wait for an address that is not written again (torch 2.8 to 2.14).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    backend, store = create_backend(parameters)
+    if config.rdzv_endpoint:
+        logger.info("meeting %s hosts at --rdzv-endpoint %s", arguments.nnodes, config.rdzv_endpoint)
+    backend, store = _connected(parameters, 2 * seconds["read_timeout"])
     store.set_timeout(timedelta(seconds=_READ_TIMEOUT_S))
     options = {field.name for field in fields(WorkerSpec)} & {field.name for field in fields(config)}
     spec = WorkerSpec(
@@ -92,6 +99,27 @@ def launch(arguments: argparse.Namespace, command: list[str]) -> NoReturn:
     )
     assert config.logs_specs is not None  # torch sets it
     Agent(spec, config.logs_specs, store, silence_s, newest_step, arguments.shutdown_timeout).run_to_end()
+
+
+def _connected(parameters: RendezvousParameters, limit_s: int) -> tuple[Any, Any]:
+    """Return the rendezvous and its store. Raises RendezvousError if nothing answers at the endpoint.
+
+    Another program that uses the port may accept the connection and answer nothing. torch would wait for it forever.
+    """
+    found: Future[tuple[Any, Any]] = Future()
+
+    def connect() -> None:
+        try:
+            found.set_result(create_backend(parameters))
+        except Exception as error:
+            found.set_exception(error)
+
+    threading.Thread(target=connect, daemon=True).start()
+    try:
+        return found.result(limit_s)
+    except TimeoutError:
+        problem = f"no answer in {limit_s} s; another program may use the port, choose another one"
+        raise RendezvousError(problem) from None
 
 
 def checked_training(config: LaunchConfig, training: list[str]) -> Callable[[], int]:

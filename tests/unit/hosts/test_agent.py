@@ -2,12 +2,14 @@
 
 import logging
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megaclip.errors import MegaclipError
 from tests.distributed.harness import run_ranks
 from tests.end_to_end.training_runs import free_port
 
@@ -102,3 +104,14 @@ def test_when_a_run_ends_and_when_it_starts_again(tmp_path: Path) -> None:
     fails_twice = first["a rank of the second host fails twice at the same step"]
     assert "failed twice without a checkpoint after step 4" in fails_twice[1][-1]
     assert "--max-restarts 2 allows no further restart" in first["each attempt saves and fails"][1][-1]
+
+
+def test_a_port_of_a_program_that_answers_nothing_ends_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megaclip.commands import launch as command
+
+    monkeypatch.setattr(command, "checked_training", lambda *_: lambda: None)
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    with socket.create_server(("localhost", 0)) as other:
+        endpoint = f"localhost:{other.getsockname()[1]}"
+        with pytest.raises(MegaclipError, match=f"{endpoint}: no answer in 2 s; another program may use the port"):
+            command.main(["--rdzv-endpoint", endpoint, "--rdzv-conf", "is_host=0,read_timeout=1", "train"])
