@@ -44,11 +44,9 @@ def shard(path, more):
 
 
 def batch_of(spec, fields, **options):
-    """Return one batch of all samples, and the number of each sample: its first token."""
-    dataset = open_pairs([spec], fields=fields, max_bad_fraction=1.0, **options)
-    loader = TrainLoader(
-        dataset, ImageTransform(8, training=True), CountingTokenizer(), micro_batch_size=COUNT, max_bad_fraction=1.0
-    )
+    """Return one batch of all samples, whose first token is the number of the sample, and its loader."""
+    data = open_pairs([spec], fields=fields, max_bad_fraction=1.0), ImageTransform(8, training=True)
+    loader = TrainLoader(*data, CountingTokenizer(), micro_batch_size=COUNT, max_bad_fraction=1.0, **options)
     return next(loader), loader
 
 
@@ -67,7 +65,8 @@ def test_fields_of_tar_shards_are_those_of_their_samples(tmp_path):
         "b": Field("npz.b", (2,), torch.int64),
         "score": Field("json.score"),
     }
-    batch, _ = batch_of(spec, fields)
+    batch, loader = batch_of(spec, fields, num_workers=2)
+    loader.close()
     numbers = batch.tokens[:, 0].tolist()
     assert batch.fields["vector"].dtype == torch.float16 and batch.fields["b"].dtype == torch.int64
     assert batch.fields["vector"].tolist() == [vector(number) for number in numbers]
