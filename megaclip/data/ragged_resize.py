@@ -80,7 +80,7 @@ def crop_and_resize(images: list[Tensor], boxes: list[Box], size: int, interpola
     """Return the crops of n images, resized with antialiasing to (n, 3, size, size) uint8.
 
     As in torch's kernel for the CPU (`images.resized_crop`), rows are resized first and rounded to 8 bits. The results
-    differ by at most 1, because that kernel rounds its weights.
+    differ by at most 2, because that kernel rounds its weights.
 
     Args:
         images: (3, H, W) uint8 each, contiguous, on one device.
