@@ -135,6 +135,7 @@ def planned_runs(arguments: argparse.Namespace) -> list[Run]:
     for text in arguments.runs:
         trainer, loss, batch, rate, *timed = text.split("/")
         size = min(int(batch), samples)
+        size -= size % math.ceil(size / LARGEST_CHUNK)  # chunks of one size
         epoch_steps = samples // size
         steps = epoch_steps * max(1, round(arguments.timed_epochs if timed else arguments.epochs))
         save = 0 if timed else math.ceil(steps / arguments.evaluations / epoch_steps) * epoch_steps
@@ -281,9 +282,7 @@ def open_clip_command(run: Run, folder: Path, arguments: argparse.Namespace) -> 
 
 def megaclip_command(run: Run, folder: Path, arguments: argparse.Namespace) -> list[str]:
     """Return the command of `megaclip train`."""
-    chunks = next(
-        count for count in range(1, run.batch + 1) if run.batch / count <= LARGEST_CHUNK and not run.batch % count
-    )
+    chunks = math.ceil(run.batch / LARGEST_CHUNK)
     on_gpu = torch.cuda.is_available()
     section: dict[str, Any] = {"loss": run.loss, "compile": run.is_timed}
     if run.loss != "clip":
