@@ -38,6 +38,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -439,8 +440,9 @@ def spread(values: list[float], form: str) -> str:
 
 
 def mean_loss(result: dict[str, Any], step: int) -> float:
-    """Return the mean of the four logged losses up to a step."""
-    return statistics.fmean([loss for at, loss, _ in result["losses"] if at <= step][-4:])
+    """Return the mean of the loss over the 20 steps up to `step`. Losses between two log lines are interpolated."""
+    logged = np.array(result["losses"], dtype=np.float64)
+    return float(np.interp(np.arange(max(1, step - 19), step + 1), logged[:, 0], logged[:, 1]).mean())
 
 
 def print_agreement(peer: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
