@@ -456,6 +456,10 @@ def _describe_unknown(word: str, known: set[str]) -> str:
     replacements = FASTCLIP_FLAGS | OPEN_CLIP_FLAGS
     if replacement := replacements.get(word.replace("_", "-")):
         return f"{word} {replacement}"
+    from megaclip.config.section import MegaclipSection  # only after a mistake, because it imports the losses
+
+    if (name := word.removeprefix("--").replace("-", "_")) in MegaclipSection.model_fields:
+        return f"{word} is set in ds_config.json: megaclip.{name}; on the command line: --set megaclip.{name}=VALUE"
     close = closest(word, known | replacements.keys(), cutoff=0.6)
     if close in replacements:
         return f"unknown argument {word!r}; if you mean {close!r}, that {replacements[close]}"

@@ -57,6 +57,10 @@ def test_resume_latest_means_auto_as_in_open_clip():
     ("extra", "expected"),
     [
         (["--warmpu", "5"], "unknown argument '--warmpu'; did you mean '--warmup'?"),
+        (
+            ["--objective", "f.py:X"],
+            "--objective is set in ds_config.json: megaclip.objective; on the command line: --set",
+        ),
         (["--batch-size", "64"], "--batch-size is set in ds_config.json: train_micro_batch_size_per_gpu"),
         (["--batch_size", "64"], "--batch_size is set in ds_config.json: train_micro_batch_size_per_gpu"),
         (["--lr_tau", "1"], "--lr_tau is set in ds_config.json: megaclip.fastclip.temperature_learning_rate"),
