@@ -98,6 +98,8 @@ class Field:
                 member = archive.getinfo(f"{name}.npy")
                 check_size("field", member.file_size, place)
                 content = archive.read(member)
+        if not content.startswith(np.lib.format.MAGIC_PREFIX):
+            raise ValueError('no .npy file; the key of a number in a JSON object is "json.NAME"')
         return np.load(io.BytesIO(content), allow_pickle=False)
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, ModelCard, read_model_card
 from megaclip.checkpoint.weight_files import holds_weights
 from megaclip.config import MegaclipSection, TrainArguments, TrainingConfig, load_training_config
@@ -168,6 +170,7 @@ def chosen_objective(
     Raises:
         ConfigError: the objective cannot be constructed, or leaves the decoder without a loss.
     """
+    torch.manual_seed(arguments.seed)  # for a constructor that draws random values
     chosen = load_objective(section.objective, section.objective_settings or {})
     if chosen is not None and section.tensor_parallel_size > 1:
         raise ConfigError(

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megaclip.data.fields import Field
 from megaclip.errors import ConfigError, closest, config_error, first_line
 from megaclip.objectives.base import Objective
 from megaclip.objectives.distillation import Distillation
@@ -46,7 +47,12 @@ def load_objective(name: str | None, settings: Mapping[str, Any]) -> Objective |
             f"{', '.join(accepted) or 'none'}"
         )
     try:
-        return kind(**settings)
+        objective = kind(**settings)
+        if not isinstance(objective.fields, Mapping) or not all(
+            isinstance(f, Field) for f in objective.fields.values()
+        ):
+            raise ValueError(f"fields is {objective.fields!r}; write {{NAME: Field(KEY, shape=...)}}")
+        return objective
     except ValidationError as error:
         raise config_error(error, lambda field: f"megaclip.objective_settings.{field}") from None
     except (TypeError, ValueError) as error:

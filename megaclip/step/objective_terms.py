@@ -135,6 +135,8 @@ class StepTerms:
         own |= self._values
         means = sum_over_ranks(torch.stack([own[name].to(contrastive.dtype) for name in sorted(own)])) / resolve().size
         found = dict(zip(sorted(own), means.unbind(), strict=True)) | {CONTRASTIVE: contrastive}
+        if found.keys() == {CONTRASTIVE}:
+            log_once(logger.warning, "megaclip.objective: none of its methods returns a term")
         if unused := self._objective.weights.keys() - found.keys():
             log_once(logger.warning, f"megaclip.objective: its weights name {min(unused)!r}, and there is no such term")
         if values is not None:

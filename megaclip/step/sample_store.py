@@ -133,9 +133,11 @@ class StepStore:
         # free.
         self._tokens = torch.empty(2, self.rows(), context_length, dtype=torch.int32)
         self._pair_ids = torch.zeros(2, self.rows(), dtype=torch.int64)
-        self._fields = {
-            name: torch.zeros(2, self.rows(), *field.shape, dtype=field.dtype) for name, field in loader.fields.items()
-        }
+        # Tensors of their own: autograd refuses a graph that has kept a view of a tensor of which any part has changed.
+        self._fields = [
+            {name: torch.zeros(self.rows(), *field.shape, dtype=field.dtype) for name, field in loader.fields.items()}
+            for _ in range(2)
+        ]
         self._step = 0
         self._captions: CaptionChunks | None = None
         """This step's chunks of captions. None: no chunk of them has been read yet."""
@@ -223,7 +225,7 @@ class StepStore:
         return self._captions
 
     def fields(self) -> dict[str, Tensor]:
-        return {name: values[self._step % 2] for name, values in self._fields.items()}
+        return self._fields[self._step % 2]
 
     def tokens(self) -> Tensor:
         return self._tokens[self._step % 2]
@@ -303,7 +305,7 @@ class StepStore:
                     self._tokens[step % 2, rows].copy_(batch.tokens)
                     self._pair_ids[step % 2, rows].copy_(batch.pair_ids)
                     for name, values in batch.fields.items():
-                        self._fields[name][step % 2, rows].copy_(values)
+                        self._fields[step % 2][name][rows].copy_(values)
                     self._bad_counts_read[step % 2] = self._loader.bad_counts
                 with self._changed:
                     self._filled = number + 1

@@ -21,6 +21,7 @@ REFUSED = {
         {"size": 3},
         "megaclip.objective_settings.size: own.py:Own has no such setting; it has weight",
     ),
+    "fields": ("own.py:Names", {}, "own.py:Names: fields is {'x': 'json.x'}; write {NAME: Field(KEY, shape=...)}"),
     "value": ("own.py:Own", {"weight": -1}, "megaclip.objective own.py:Own: weight is negative"),
     "teacher": ("distillation", {"teachers": [{"image": "a"}]}, "teachers.0: give image, text, dims and logit_scale"),
 }
@@ -33,6 +34,7 @@ def test_objectives_are_refused_in_one_line(tmp_path, monkeypatch, case):
     (tmp_path / "own.py").write_text(
         "from megaclip.objectives import Objective\n\n\nclass Own(Objective):\n    def __init__(self, weight=1):\n"
         "        super().__init__()\n        if weight < 0:\n            raise ValueError('weight is negative')\n"
+        "\n\nclass Names(Objective):\n    fields = {'x': 'json.x'}\n"
     )
     name, of_objective, message = REFUSED[case]
     with pytest.raises(ConfigError) as caught:
