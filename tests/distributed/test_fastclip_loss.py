@@ -20,6 +20,7 @@ from megaclip.losses.fastclip import inner_rate
 from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.step.batch import Tower
 from megaclip.step.gradient_cache import _loss_and_gradients
+from megaclip.step.objective_terms import StepTerms
 from tests.distributed.fastclip_oracle import (
     ADAM_EPS,
     BETAS,
@@ -93,6 +94,7 @@ def one_step(loss: FastClipLoss, step: int, epoch: float, fetched_before: bool =
         torch.device("cpu"),
         step,
         check_loss=lambda: None,
+        terms=StepTerms(None, None, torch.device("cpu")),  # the batch of a step is read by an objective only
     )
     own = loss.temperature.log_scale.grad
     own = None if own is None else own.clone()
