@@ -145,6 +145,9 @@ class StepStore:
         """Number of chunks read since the start of the run."""
         self._released = 0
         """Number of chunks whose slots are free again."""
+        self._released_later: int | None = None
+        """Number of the last chunk that a step has read and no longer needs. Its slot is freed by `agree`: the thread
+        would otherwise read the next chunk, with Python's lock, while the GPU waits for the step's first kernels."""
         self._failure: MegaclipError | None = None
         """Error that ended the background thread."""
         self.waited_s = 0.0
@@ -236,6 +239,8 @@ class StepStore:
         return row
 
     def agree(self) -> None:
+        if self._released_later is not None:
+            self._release(self._released_later)
         missed, self._missed = self._missed, False
         with raise_on_all_ranks():
             if missed and self._failure is not None:
@@ -250,8 +255,12 @@ class StepStore:
             here = self._wait_for(start + chunk)
             slot = self._slots[(start + chunk) % len(self._slots)]
             yield slot if here else torch.zeros_like(slot)
-            if again or self._chunks_read_again or chunk < read_once:
+            if not (again or self._chunks_read_again or chunk < read_once):
+                continue
+            if again or chunk < self._image_chunks - 1:
                 self._release(start + chunk)
+            else:
+                self._released_later = start + chunk
 
     def _texts(self, read_once: int, again: bool) -> Iterator[Tensor]:
         first = read_once if again else 0
@@ -284,6 +293,7 @@ class StepStore:
             return here
 
     def _release(self, number: int) -> None:
+        self._released_later = None
         with self._changed:
             self._released = number + 1
             self._changed.notify_all()
