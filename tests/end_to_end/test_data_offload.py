@@ -71,15 +71,15 @@ def misbehave(fault: str, patch: pytest.MonkeyPatch) -> None:
     """Make the data or the memory fail on this rank."""
     calls, read = itertools.count(), TrainReader.read
 
-    def dying(self: TrainReader, *arguments: Any) -> Any:
+    def dying(self: TrainReader, *arguments: Any, **options: Any) -> Any:
         if next(calls) == 5 * CHUNKS:
             os.kill(os.getpid(), signal.SIGKILL)
-        return read(self, *arguments)
+        return read(self, *arguments, **options)
 
-    def failing(self: TrainReader, *arguments: Any) -> Any:
+    def failing(self: TrainReader, *arguments: Any, **options: Any) -> Any:
         if next(calls) == SECOND_PASS_OF_STEP_3:
             raise DataError("the archive is gone")
-        return read(self, *arguments)
+        return read(self, *arguments, **options)
 
     def unreadable(*_: Any) -> Any:
         raise DataError("the held-out archive is gone")
