@@ -271,7 +271,7 @@ def deb_files(archive: Path, suffix: str) -> Iterator[tuple[str, bytes]]:
         for member in files:
             name = member.name.partition(f"/openclipart/{suffix[1:]}/")[2]
             if member.isfile() and name.endswith(suffix):
-                yield name.removesuffix(suffix), files.extractfile(member).read()  # type: ignore[union-attr]
+                yield name.removesuffix(suffix), files.extractfile(member).read()  # type: ignore[union-attr]  # not None: a file
     if process.returncode:
         raise SystemExit(f"dpkg-deb cannot read {archive}; remove it and start again")
 
@@ -282,7 +282,7 @@ def deb_files(archive: Path, suffix: str) -> Iterator[tuple[str, bytes]]:
 def emoji(archive: Path, design: str, left_out: Counter[str]) -> list[Picture]:
     """Return the emoji of one design, with all skin tones. left_out: receives the counts of those without a picture."""
     with tarfile.open(archive) as files:
-        entries = json.load(files.extractfile("package/emoji.json"))  # type: ignore[arg-type]
+        entries = json.load(files.extractfile("package/emoji.json"))  # type: ignore[arg-type]  # not None: a file
     named: dict[str, Picture] = {}
     for entry in entries:
         if entry["category"] == "Component":  # swatches of skin tones
@@ -306,7 +306,7 @@ def emoji(archive: Path, design: str, left_out: Counter[str]) -> list[Picture]:
             for member in files:
                 folder, _, name = member.name.rpartition("/")
                 if folder == f"package/img/{design}/64" and name in named:
-                    yield name, files.extractfile(member).read()  # type: ignore[union-attr]
+                    yield name, files.extractfile(member).read()  # type: ignore[union-attr]  # not None: a file
 
     return drawn(named, read(), left_out, "emoji")
 

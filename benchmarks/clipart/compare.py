@@ -54,7 +54,7 @@ from megaclip.models import DualEncoder
 from megaclip.models.descriptions import load_model_config
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = {
+MODEL: dict[str, Any] = {
     "embed_dim": 384,
     "vision_cfg": {"image_size": 112, "layers": 12, "width": 384, "patch_size": 16},
     "text_cfg": {"context_length": 32, "vocab_size": 49408, "width": 384, "heads": 6, "layers": 12},
@@ -256,8 +256,8 @@ def open_clip_command(run: Run, folder: Path, arguments: argparse.Namespace) -> 
         "dataset-type": "webdataset",
         "train-num-samples": run.epoch_steps * run.batch,
         "model": "ViT-S-16",
-        "force-image-size": MODEL["vision_cfg"]["image_size"],  # type: ignore[index]
-        "force-context-length": MODEL["text_cfg"]["context_length"],  # type: ignore[index]
+        "force-image-size": MODEL["vision_cfg"]["image_size"],
+        "force-context-length": MODEL["text_cfg"]["context_length"],
         "batch-size": run.batch,
         "epochs": run.steps // run.epoch_steps,
         "lr": run.learning_rate,
@@ -342,7 +342,7 @@ class Scorer:
 
     def __init__(self, suite: Path, model: Path, workers: int) -> None:
         self._config = load_model_config(model)
-        self._transform = ImageTransform(MODEL["vision_cfg"]["image_size"])  # type: ignore[index]
+        self._transform = ImageTransform(MODEL["vision_cfg"]["image_size"])
         self._tokenizer: Tokenizer = load_tokenizer("clip", self._config.text_cfg.context_length)
         self._sets = []
         for task in find_tasks(suite):

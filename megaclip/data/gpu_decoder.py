@@ -39,7 +39,7 @@ class GpuDecoder:
 
     def __init__(self, device: torch.device, interpolation: str, decode: Decode) -> None:
         self._device, self._interpolation, self._decode = device, interpolation, decode
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._has_refused = False
 
     def __call__(self, images: Tensor, files: list[tuple[int, JpegCrop]]) -> list[int]:

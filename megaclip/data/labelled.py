@@ -54,7 +54,7 @@ class LabelledDataset:
         """facts: as for `open_labelled`."""
         self._images = images
         self.has_several_labels = facts == 0
-        """Whether an image may have several classes. `facts` then returns them, and `read` returns class 0."""
+        """True: an image may have several classes. `facts` returns all of them, and `read` returns class 0."""
         self._fact_count = len(class_names) if facts == 0 else facts
         self.account = images.account
         self.class_names = class_names

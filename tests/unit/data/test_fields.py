@@ -185,3 +185,8 @@ def test_data_without_the_declared_fields_are_refused_at_start(tmp_path):
     spec = shard(tmp_path / "0.tar", lambda number: {})
     with pytest.raises(DataError, match=r"none of the 8 samples.*has the field vector \(a member \.npy\)"):
         open_pairs([spec], fields={"vector": Field("npy", (3,))})
+
+
+def test_a_number_that_is_no_npy_file_is_told_apart_from_pickled_data() -> None:
+    with pytest.raises(BadSample, match='the key of a number in a JSON object is "json.NAME"'):
+        Field("quality").array(b"0.5", "pairs.tar/0053")
