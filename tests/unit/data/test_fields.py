@@ -188,5 +188,5 @@ def test_data_without_the_declared_fields_are_refused_at_start(tmp_path):
 
 
 def test_a_number_that_is_no_npy_file_is_told_apart_from_pickled_data() -> None:
-    with pytest.raises(BadSample, match='the key of a number in a JSON object is "json.NAME"'):
+    with pytest.raises(BadSample, match=r'the key of a number in a JSON object is "json\.NAME"'):
         Field("quality").array(b"0.5", "pairs.tar/0053")
