@@ -171,7 +171,8 @@ class OpenClipSteps:
         output = self._model(images, texts)
         features = output["image_features"], output["text_features"]
         if self._decodes:
-            contrastive, caption = self._loss(*features, output["logits"], output["labels"], output["logit_scale"])
+            logits, labels = output["logits"], texts[:, 1:]  # 4.2 has logits behind the last token
+            contrastive, caption = self._loss(*features, logits[:, : labels.shape[1]], labels, output["logit_scale"])
             return contrastive + caption
         return self._loss(*features, output["logit_scale"])
 

@@ -31,8 +31,9 @@ class CaptionDecoder(nn.Module):
         self.text_projection = built.text_projection
         self.pad_id, self.vocab_size = pad_id, self.text_projection.shape[1]
         for block in self.resblocks:
-            kind: Any = type(block)
-            block.__class__ = _causal(kind)
+            if isinstance(block.attn, nn.MultiheadAttention):  # open_clip 4 has an attention module of its own
+                kind: Any = type(block)
+                block.__class__ = _causal(kind)
         self.register_buffer("attn_mask", built.attn_mask, persistent=False)
         if not self.text_projection.is_meta:
             # open_clip leaves the values of this memory as they are; its `init_parameters` names the distribution.

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megaclip.models import build_model, linear_cross_entropy, meta_model
+from megaclip.models.caption_decoder import CaptionDecoder
 from megaclip.models.descriptions import load_model_config
 from megaclip.models.open_clip_keys import to_open_clip
 from megaclip.objectives import Caption
@@ -61,6 +62,34 @@ def test_features_losses_and_gradients_equal_open_clips(tmp_path, monkeypatch, c
     ours = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in theirs.named_parameters()}
     torch.testing.assert_close(to_open_clip(ours, config), gradients, rtol=1e-9, atol=1e-11)
+
+
+class OwnAttention(torch.nn.Module):
+    """An attention module that takes none of the options of `nn.MultiheadAttention`, as in open_clip 4."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, k_x=None, v_x=None, attn_mask=None):
+        others = (each if each is not None else x for each in (k_x, v_x))
+        return self.inner(x, *others, need_weights=False, attn_mask=attn_mask)[0]
+
+
+def test_blocks_with_another_attention_module_compute_the_same(tmp_path):
+    decoder, tokens = build_model(family(COCA, tmp_path)).text_decoder, captions()
+    width = decoder.ln_final.weight.shape[0]
+    states = torch.randn(5, 4, width), torch.randn(5, CUT_CONTEXT_LENGTH, width)
+    expected = decoder(*states, tokens)
+    methods = {"attention": lambda self, q_x, k_x, v_x, attn_mask: self.attn(q_x, k_x, v_x, attn_mask)}
+    for block in decoder.resblocks:
+        block.attn = OwnAttention(block.attn)
+        block.__class__ = type("Block", (type(block).__base__,), methods)
+    decoder.attn_mask = decoder._buffers.pop("attn_mask")
+    weights = {name: value.clone() for name, value in decoder.state_dict().items()}
+    again = CaptionDecoder(decoder, decoder.pad_id)
+    again.load_state_dict(weights)
+    torch.testing.assert_close(again(*states, tokens), expected)
 
 
 @pytest.mark.parametrize("labels", [[], [0, 4, 4, 1, 3]])
