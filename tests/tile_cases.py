@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaclip.losses.distillation import DistillationLoss
 from megaclip.ops import tiles
 from megaclip.ops.types import NO_NEGATIVE, Ids, Implementation, Terms, TileOptions
 from tests import reference
@@ -297,6 +298,37 @@ def check_softmax_pairs(module: Any, dtype: torch.dtype, device: str) -> None:
             # each value relative to its own size
             assert_close(got / wanted, torch.ones_like(wanted), VALUE[sums], name)
 
+
+def check_distillation_loss(implementation: Implementation, case: TileCase, device: str) -> None:
+    """Check loss and gradients of m samples against autograd in float64. The teacher has 1.5 times the embedding."""
+    sizes = (case.embedding, case.embedding, case.embedding * 3 // 2, case.embedding * 3 // 2)
+    features = [random_features(case.m, size, seed, device).to(case.dtype) for seed, size in enumerate(sizes)]
+    results = []
+    for dtype in (case.dtype, torch.float64):
+        x, y, u, v = (each.to(dtype, copy=True) for each in features)
+        scale = torch.full((1,), case.scale, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        inputs = [each.requires_grad_() for each in (x, y, scale)]
+        if dtype == case.dtype:
+            with poisoned_allocations():
+                loss = DistillationLoss(tiles=_options(case, implementation))(*inputs, u, v, 40.0)
+                results.append([loss, *torch.autograd.grad(loss, inputs)])
+        else:
+            s, t = scale * x @ y.T, 40.0 * u @ v.T
+            each = (F.kl_div(s.log_softmax(d), t.log_softmax(d), log_target=True, reduction="sum") for d in (0, 1))
+            loss = sum(each) / (2 * case.m)
+            results.append([loss, *torch.autograd.grad(loss, inputs)])
+    bounds = VALUE, GRADIENT, GRADIENT, GRADIENT
+    for got, wanted, bound, name in zip(*results, bounds, ("loss", "dx", "dy", "dscale"), strict=True):
+        assert_close(got, wanted, bound[case.dtype], name)
+
+
+DISTILLATION_CASES = [
+    TileCase(1, 1, 16, dtype=torch.float32),
+    TileCase(63, 63, 16, dtype=torch.float32, scale=100.0),
+    TileCase(130, 130, 17),
+    TileCase(520, 520, 16, dtype=torch.float16),
+    TileCase(200, 200, 16, dtype=torch.float32, budget_mib=0.2),
+]
 
 # One side at a time, and non-zero accumulators, with one block and with several blocks.
 SIDES_CASES = [

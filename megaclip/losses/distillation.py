@@ -27,15 +27,16 @@ from megaclip.losses.first_order import first_order
 from megaclip.losses.sums import gradient_of_scalar
 from megaclip.ops.tiles_distillation import (
     Pair,
-    Statistics,
+    divergence,
     merged,
     tile_distillation_grads,
     tile_distillation_stats,
 )
 from megaclip.ops.types import TileOptions, accumulation_dtype
 
-TILES = TileOptions(tile_budget_mib=512)
-"""Default options. Tiles of 128 MiB took 1.7 times as long (B = 32,768, H100), because they are many small kernels."""
+TILES = TileOptions(tile_budget_mib=512, implementation="torch")
+"""Default options. Tiles of 128 MiB took 1.7 times as long (B = 32,768, H100), because they are many small kernels. The
+Triton kernels have not run on a GPU yet."""
 
 
 class DistillationLoss(nn.Module):
@@ -70,7 +71,7 @@ class DistillationLoss(nn.Module):
 
 
 def _merge(one: Tensors, other: Tensors) -> Tensors:
-    return tuple(merged(Statistics(*one), Statistics(*other)))
+    return (merged(torch.stack((one[0], other[0]), dim=1)),)
 
 
 def _sum(arrived: Tensors, part: Tensors) -> Tensors:
@@ -89,28 +90,26 @@ class _Distillation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ranks: RankGroup, tiles: TileOptions, *tensors: Tensor) -> Tensor:
         student, teacher = _pairs(tensors)
-        row_parts = list[Statistics]()
+        row_parts = list[Tensor]()
         carried = Carried(_merge, group=ranks)
         for own, other, _ in _blocks(student, teacher, ranks):
             row_part, col_part = tile_distillation_stats(own, other, options=tiles)
             row_parts.append(row_part)
-            carried.add(tuple(col_part))
-        row, col = merged(*row_parts), Statistics(*carried.home())
+            carried.add((col_part,))
+        row, (col,) = merged(torch.stack(row_parts, dim=1)), carried.home()
         ctx.ranks, ctx.tiles = ranks, tiles
-        ctx.save_for_backward(*tensors, *row[:2], *col[:2])
+        ctx.save_for_backward(*tensors, row, col)
         batch = ranks.size * len(student.rows)
-        return sum_over_ranks(row.divergence().sum() + col.divergence().sum(), group=ranks) / (2 * batch)
+        return sum_over_ranks(divergence(row).sum() + divergence(col).sum(), group=ranks) / (2 * batch)
 
     @staticmethod
     @first_order("DistillationLoss")
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, row_student, row_teacher, col_student, col_teacher = ctx.saved_tensors
+        *tensors, row, own_col = ctx.saved_tensors
         (student, teacher), ranks = _pairs(tensors), ctx.ranks
-        row = Statistics(row_student, row_teacher, row_teacher)  # the gradient does not read the difference
         dx = torch.zeros_like(student.rows, dtype=accumulation_dtype(student.rows))
         carried = Carried(_sum, group=ranks)
-        for own, other, values in _blocks(student, teacher, ranks, col_student, col_teacher):
-            col = Statistics(values[0], values[1], values[1])
+        for own, other, (col,) in _blocks(student, teacher, ranks, own_col):
             carried.add((tile_distillation_grads(own, other, row, col, dx=dx, options=ctx.tiles),))
         (dy,) = carried.home()
         factor = d_loss / (2 * len(dx))  # W / (2 B): the engine averages over W ranks

@@ -9,10 +9,12 @@ import torch
 from megaclip.ops import rows, tiles, tiles_triton_blocks
 from megaclip.ops.types import Terms, TileOptions
 from tests.tile_cases import (
+    DISTILLATION_CASES,
     SIDES_CASES,
     SMALL_CASES,
     TileCase,
     check_converged_training,
+    check_distillation_loss,
     check_row_operations,
     check_sides_and_accumulators,
     check_sigmoid_case,
@@ -89,6 +91,20 @@ def test_converged_training(batch: int) -> None:
 def test_row_operations(dtype: torch.dtype) -> None:
     check_row_operations(rows, dtype, "cuda")
     check_softmax_pairs(rows, dtype, "cuda")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *DISTILLATION_CASES,
+        TileCase(1000, 1000, 70, dtype=torch.float32, scale=100.0),
+        TileCase(4096, 4096, 512),
+        TileCase(2049, 2049, 512, dtype=torch.float16, budget_mib=8),
+    ],
+    ids=str,
+)
+def test_distillation(case: TileCase) -> None:
+    check_distillation_loss("triton", case, "cuda")
 
 
 def test_two_runs_give_the_same_bits() -> None:

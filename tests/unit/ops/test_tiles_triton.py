@@ -14,10 +14,12 @@ import torch
 
 from megaclip.ops import torch_library  # noqa: F401  (registers the operations)
 from tests.tile_cases import (
+    DISTILLATION_CASES,
     SIDES_CASES,
     SMALL_CASES,
     TileCase,
     check_converged_training,
+    check_distillation_loss,
     check_row_operations,
     check_sides_and_accumulators,
     check_sigmoid_case,
@@ -83,6 +85,10 @@ else:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     def test_softmax_pairs(dtype: torch.dtype) -> None:
         check_softmax_pairs(rows_triton, dtype, "cpu")
+
+    @pytest.mark.parametrize("case", DISTILLATION_CASES, ids=str)
+    def test_distillation(case: TileCase) -> None:
+        check_distillation_loss("triton", case, "cpu")
 
     def test_both_implementations_give_close_results() -> None:
         x, y = torch.randn(33, 24), torch.randn(40, 24)
