@@ -3,10 +3,10 @@
 `read_card` reads a model card, or the config.json and the image processor of a folder that transformers has saved.
 `config_of` and `processor_of` return the content of those files for a model card. transformers is not imported: the
 defaults of its classes are in `transformers_fields.json`, with the fields that change neither features nor gradients.
-Any other field that a file sets, and every value that open_clip's towers lack, is refused by name.
+Any other field that a file sets, and every value that open_clip's towers lack, is refused by name. On the way out a
+model is refused if what `read_card` makes of its config.json differs from it.
 """
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megaclip.errors import ConfigError, shortened
-from megaclip.models.config import CARD_NAME, read_json_object
-from megaclip.open_clip_package import import_open_clip
+from megaclip.models.config import CARD_NAME, ModelConfig, TextConfig, VisionConfig, read_json_object, reason_not_own
+from megaclip.models.timm_towers import timm_settings
 
 CONFIG_NAME = "config.json"
 PROCESSOR_NAME = "preprocessor_config.json"
@@ -26,7 +26,7 @@ KIND_KEY = "transformers"
 """Key of a model card with the model_type of the folder that it was translated from."""
 FIELDS: dict[str, Any] = json.loads((resources.files("megaclip.models") / "transformers_fields.json").read_text())
 """Defaults of transformers' classes, fields that change nothing and fields that must be off; settings of open_clip's
-schema that `config_of` reads or that change nothing; timm's SigLIP towers; SHA-256 of CLIP's tokens, one per line."""
+schema that change nothing; names of timm's SigLIP towers; SHA-256 of CLIP's tokens, one per line."""
 CLASSES = {"clip": "CLIP", "siglip": "Siglip", "siglip2": "Siglip2"}
 """Beginnings of the names of transformers' classes, by model_type."""
 _RESAMPLING = {"2": "bilinear", "3": "bicubic"}
@@ -41,9 +41,7 @@ _NAMES = {
     "patch_size": "patch_size",
 }
 """Settings of towers that have one value in open_clip's schema and in config.json: names in both."""
-_TIMM_NAMES = {"embed_dim": "width", "depth": "layers", "num_heads": "heads", "img_size": "image_size"}
-"""Arguments of timm's vision transformers, and their names in open_clip's schema. The others have equal names."""
-_SIGLIP_IMAGE = {"timm_pool": "map", "timm_proj": "none"}
+_SIGLIP_IMAGE = {"timm_model_pretrained": False, "timm_pool": "map", "timm_proj": "none"}
 _SIGLIP_TEXT = {"no_causal_mask": True, "proj_bias": True, "pool_type": "last"}
 """Settings of SigLIP's towers in open_clip's schema."""
 _TANH = {"approximate": "tanh"}
@@ -79,14 +77,18 @@ def read_card(path: Any) -> dict[str, Any]:
         if str(kind).endswith(("_vision_model", "_text_model")):
             problem += "; --pretrained-image and --pretrained-text read a tower alone"
         raise ConfigError(f"{path} {problem}")
-    of_kind = FIELDS["defaults"][kind]
-    top, text, image = (_fields(content, of_kind[name], name, path) for name in ("", "text_config", "vision_config"))
-    translate = _clip if kind == "clip" else _siglip
-    description = translate(top, text, image, path)
-    if not _has_clip_vocabulary(path.parent, kind, text["vocab_size"]):
+    description = _description(content, path)
+    if not _has_clip_vocabulary(path.parent, kind, description["text_cfg"]["vocab_size"]):
         description["text_cfg"]["hf_tokenizer_name"] = ANY_TOKENIZER
     preprocess = _preprocessing(path.parent, kind, description["vision_cfg"]["image_size"])
     return {"model_cfg": description, "preprocess_cfg": preprocess, KIND_KEY: kind}
+
+
+def _description(content: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return open_clip's description of the model in the content of a config.json."""
+    of_kind = FIELDS["defaults"][content["model_type"]]
+    top, text, image = (_fields(content, of_kind[name], name, path) for name in ("", "text_config", "vision_config"))
+    return _clip(top, text, image, path) if content["model_type"] == "clip" else _siglip(text, image, path)
 
 
 def _fields(content: dict[str, Any], defaults: dict[str, Any], section: str, path: Path) -> dict[str, Any]:
@@ -172,11 +174,8 @@ def _clip(top: dict[str, Any], text: dict[str, Any], image: dict[str, Any], path
     }
 
 
-def _siglip(_: dict[str, Any], text: dict[str, Any], image: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return open_clip's description of a SiglipModel, or of a Siglip2Model at the resolution of its positions.
-
-    The image tower is timm's that differs least. The differences are in `timm_model_kwargs`.
-    """
+def _siglip(text: dict[str, Any], image: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return open_clip's description of a SiglipModel, or of a Siglip2Model at the resolution of its positions."""
     prefix, width = f"{path}: vision_config.", image["hidden_size"]
     _require(prefix, image, vision_use_head=True, layer_norm_eps=1e-6)
     if "quick_gelu" in (image["hidden_act"], text["hidden_act"]):
@@ -186,32 +185,40 @@ def _siglip(_: dict[str, Any], text: dict[str, Any], image: dict[str, Any], path
     if (patches := image.get("num_patches")) is not None:
         _require(prefix, image, num_patches=math.isqrt(patches) ** 2)
         image = {**image, "image_size": math.isqrt(patches) * image["patch_size"]}
-    described = _tower(image, prefix)
-    described["act_layer"] = "gelu_tanh" if "act_kwargs" in described else "gelu"
-
-    def different(named: dict[str, Any]) -> dict[str, Any]:
-        tower = {name: described[_TIMM_NAMES.get(name, name)] for name in named}
-        return {name: value for name, value in tower.items() if _size(tower, name) != _size(named, name)}
-
-    arguments, name = min(
-        ((different(named), name) for name, named in FIELDS["siglip_towers"].items()), key=lambda found: len(found[0])
-    )
     return {
         "embed_dim": width,
         "init_logit_scale": math.log(10),
         "init_logit_bias": -10.0,
         "custom_text": True,
-        "vision_cfg": {
-            **{"image_size": described["image_size"], "timm_model_name": name, "timm_model_pretrained": False},
-            **_SIGLIP_IMAGE,
-            **({"timm_model_kwargs": arguments} if arguments else {}),
-        },
+        "vision_cfg": _timm_tower(_tower(image, prefix)),
         "text_cfg": {**_tower(text, f"{path}: text_config."), **_SIGLIP_TEXT},
     }
 
 
-def _size(tower: dict[str, Any], name: str) -> Any:
-    return int(tower["embed_dim"] * tower[name]) if name == "mlp_ratio" else tower[name]
+def _timm_tower(tower: dict[str, Any]) -> dict[str, Any]:
+    """Return the `vision_cfg` of a SigLIP tower: that of timm's equal tower, or one with `timm_model_kwargs`."""
+    arguments = {
+        "img_size": tower["image_size"],
+        "patch_size": tower["patch_size"],
+        "embed_dim": tower["width"],
+        "depth": tower["layers"],
+        "num_heads": tower["heads"],
+        "mlp_ratio": tower["mlp_ratio"],
+        "act_layer": "gelu_tanh" if "act_kwargs" in tower else "gelu",
+    }
+    shared = {"image_size": tower["image_size"], **_SIGLIP_IMAGE}
+    named = [{**shared, "timm_model_name": name} for name in FIELDS["siglip_towers"]]
+    described = {**named[0], "timm_model_kwargs": arguments}
+    settings = _with_hidden_widths(timm_settings(described))
+    return next((one for one in named if _with_hidden_widths(timm_settings(one)) == settings), described)
+
+
+def _with_hidden_widths(settings: Any) -> Any:
+    """Return settings of a tower with the hidden widths of MLPs in place of their ratios, which are rounded."""
+    if not isinstance(settings, dict):  # the reason why there are none
+        return settings
+    ratios = {name: value for name, value in settings.items() if name.endswith("mlp_ratio")}
+    return settings | {name: int(settings["width"] * ratio) for name, ratio in ratios.items()}
 
 
 def _has_clip_vocabulary(directory: Path, kind: str, rows: int) -> bool:
@@ -285,45 +292,62 @@ def config_of(description: dict[str, Any], kind: str | None = None) -> dict[str,
 
     Raises:
         ConfigError: transformers has no such model; the message names the setting.
-        CheckpointError: open_clip, whose defaults are read, is not installed.
     """
-    timm = FIELDS["siglip_towers"].get(description["vision_cfg"].get("timm_model_name"))
-    if timm is None:
-        kind, pool = "clip", {"pool_type": "eos"} if description["text_cfg"].get("pool_type") == "eos" else {}
-        image = _settings(description, "vision_cfg", "tower", {})
-        text = _settings(description, "text_cfg", "text", pool)
-        image["heads"] = image["width"] // image["head_width"]
-    else:
-        kind = "siglip2" if kind == "siglip2" else "siglip"
-        given = _settings(description, "vision_cfg", "timm", _SIGLIP_IMAGE).get("timm_model_kwargs")
-        text = _settings(description, "text_cfg", "text", _SIGLIP_TEXT)
-        image = {_TIMM_NAMES.get(name, name): value for name, value in {**timm, **(given or {})}.items()}
-        image |= {"norm_kwargs": {"eps": 1e-6}, "act_kwargs": _TANH if image["act_layer"] == "gelu_tanh" else None}
-    width, bias = description["embed_dim"], description.get("init_logit_bias")
-    if (bias is None) != (kind == "clip"):
-        raise _inexpressible("init_logit_bias", bias)
-    if type(image["layers"]) is not int:
-        raise _inexpressible("vision_cfg.layers", image["layers"])
-    if kind == "siglip2":
-        image["num_patches"] = (image.pop("image_size") // image["patch_size"]) ** 2
-    quick = bool(description.get("quick_gelu"))
+    if (name := description["vision_cfg"].get("timm_model_name")) not in (None, *FIELDS["siglip_towers"]):
+        raise _inexpressible(f"vision_cfg.timm_model_name {name}")
+    if (foreign := reason_not_own(description)) is not None:
+        raise _inexpressible(foreign)
+    model = ModelConfig.from_dict(description)
+    vision, text, width = model.vision_cfg, model.text_cfg, model.embed_dim
+    kind = "clip" if name is None else kind or "siglip"
+    if (model.init_logit_bias is None) != (kind == "clip"):
+        raise _inexpressible(f"init_logit_bias {json.dumps(model.init_logit_bias)}")
     sections: dict[str, Any] = {
-        "text_config": _section(text, quick, "text_cfg"),
-        "vision_config": _section(image, quick and kind == "clip", "vision_cfg"),
+        "text_config": _section(text, model.quick_gelu),
+        "vision_config": _section(vision, model.quick_gelu and kind == "clip"),
     }
     if kind == "clip":
-        end = text["eos_id"] if pool else 2
-        if end == 2 and pool:
-            raise _inexpressible("text_cfg.eos_id", "2, which CLIPModel reads as the highest id")
+        end = text.eos_id if text.pool_type == "eos" else 2
+        if end == 2 and text.pool_type == "eos":
+            raise _inexpressible("text_cfg.eos_id 2, which CLIPModel reads as the highest id")
         sections["text_config"] |= {"eos_token_id": end, "projection_dim": width}
         sections["vision_config"] |= {"projection_dim": width}
-        scale = description.get("init_logit_scale", math.log(1 / 0.07))
-        sections |= {"projection_dim": width, "logit_scale_init_value": scale}
+        sections |= {"projection_dim": width, "logit_scale_init_value": model.init_logit_scale}
     else:
         sections["text_config"]["projection_size"] = width
+    if kind == "siglip2":
+        sections["vision_config"]["num_patches"] = vision.grid_size**2
+        del sections["vision_config"]["image_size"]
     for name in ("text", "vision"):
         sections[f"{name}_config"]["model_type"] = f"{kind}_{name}_model"
-    return {"architectures": [f"{CLASSES[kind]}Model"], "model_type": kind, "torch_dtype": "float32", **sections}
+    config = {"architectures": [f"{CLASSES[kind]}Model"], "model_type": kind, "torch_dtype": "float32", **sections}
+    again = ModelConfig.from_dict(_description(config, Path(CONFIG_NAME)))
+    for section in ("", "vision_cfg", "text_cfg"):
+        own, found = getattr(model, section, model), _computed(getattr(again, section, again))
+        for key, value in _computed(own).items():
+            if value != found[key]:
+                given = json.dumps(getattr(own, key), default=str)
+                raise _inexpressible(f"{section}.{key} {given}".removeprefix("."))
+    return config
+
+
+def _section(tower: VisionConfig | TextConfig, quick: bool) -> dict[str, Any]:
+    """Return the fields of a transformer in config.json."""
+    return {
+        **{theirs: getattr(tower, own) for own, theirs in _NAMES.items() if hasattr(tower, own)},
+        "intermediate_size": int(tower.width * tower.mlp_ratio),
+        "hidden_act": "quick_gelu" if quick else "gelu_pytorch_tanh" if tower.gelu == "tanh" else "gelu",
+        "layer_norm_eps": tower.norm_eps,
+    }
+
+
+def _computed(part: ModelConfig | VisionConfig | TextConfig) -> dict[str, Any]:
+    """Return the settings of a model or tower that change its features, equal ones in one form."""
+    free = {*FIELDS["neutral_settings"], *(["eos_id"] if getattr(part, "pool_type", "eos") != "eos" else [])}
+    values = {key: getattr(part, key) for key in type(part).model_fields if key not in free and key[:5] != "timm_"}
+    if isinstance(part, ModelConfig):
+        return values
+    return _with_hidden_widths(values | {"norm_kwargs": part.norm_eps, "act_kwargs": part.gelu})
 
 
 def processor_of(preprocess: dict[str, Any], image_size: int, kind: str) -> dict[str, Any]:
@@ -337,7 +361,7 @@ def processor_of(preprocess: dict[str, Any], image_size: int, kind: str) -> dict
     square, squash = {"height": image_size, "width": image_size}, preprocess["resize_mode"] == "squash"
     resampling = {name: int(number) for number, name in _RESAMPLING.items()}.get(preprocess["interpolation"])
     if preprocess["resize_mode"] not in ("squash", "shortest") or resampling is None:
-        raise _inexpressible("preprocess_cfg", preprocess)
+        raise _inexpressible(f"preprocess_cfg {json.dumps(preprocess)}")
     return {
         "image_processor_type": "CLIPImageProcessor" if kind == "clip" else "SiglipImageProcessor",
         "processor_class": f"{CLASSES[kind].removesuffix('2')}Processor",
@@ -352,36 +376,7 @@ def processor_of(preprocess: dict[str, Any], image_size: int, kind: str) -> dict
     }
 
 
-def _settings(description: dict[str, Any], name: str, known: str, only: dict[str, Any]) -> dict[str, Any]:
-    """Return a section of open_clip's schema with its defaults.
-
-    Raise ConfigError for a setting that is not a `known` one, and is neither the default nor the value in `only`.
-    """
-    schema = getattr(import_open_clip(), {"vision_cfg": "CLIPVisionCfg", "text_cfg": "CLIPTextCfg"}[name])
-    defaults = {field.name: field.default for field in dataclasses.fields(schema)}
-    for key, value in {**defaults, **description[name], **only}.items():
-        value = description[name].get(key, defaults.get(key))
-        if key not in FIELDS["settings"][known] and value != only.get(key, defaults.get(key)):
-            raise _inexpressible(f"{name}.{key}", value)
-    return {**defaults, **description[name]}
-
-
-def _section(tower: dict[str, Any], quick: bool, name: str) -> dict[str, Any]:
-    """Return the fields of a transformer in config.json."""
-    act, norm = tower["act_kwargs"] or {}, tower["norm_kwargs"] or {}
-    if act not in ({}, {"approximate": "none"}, _TANH) or norm.keys() - {"eps"}:
-        raise _inexpressible(name, {"act_kwargs": act, "norm_kwargs": norm})
-    return {
-        **{theirs: tower[own] for own, theirs in (_NAMES | {"num_patches": "num_patches"}).items() if own in tower},
-        "intermediate_size": int(tower["width"] * tower["mlp_ratio"]),
-        "hidden_act": "quick_gelu" if quick else "gelu_pytorch_tanh" if act == _TANH else "gelu",
-        "layer_norm_eps": norm.get("eps", 1e-5),
-    }
-
-
-def _inexpressible(setting: str, value: Any) -> ConfigError:
-    found = value if isinstance(value, str) else json.dumps(value, default=str)
+def _inexpressible(setting: str) -> ConfigError:
     return ConfigError(
-        f"{setting} {shortened(found)}: transformers' CLIPModel and SiglipModel have no such setting; use --format "
-        "open_clip"
+        f"{shortened(setting)}: transformers' CLIPModel and SiglipModel have no such setting; use --format open_clip"
     )

@@ -430,7 +430,7 @@ REFUSED_EXPORTS = {
     "ViT-B-16-SigLIP-i18n-256": None,
     "ViT-SO400M-14-SigLIP2-378": None,
     "ViT-H-14-378-quickgelu": None,
-    "xlm-roberta-base-ViT-B-32": "text_cfg.hf_model_name xlm-roberta-base: ",
+    "xlm-roberta-base-ViT-B-32": 'text_cfg.hf_model_name "xlm-roberta-base": ',
     "RN50": r"vision_cfg.layers \[3, 4, 6, 3\]",
     "convnext_base": "vision_cfg.timm_model_name convnext_base: ",
     "ViT-H-14-CLIPA": "vision_cfg.no_ln_pre true",
@@ -450,6 +450,11 @@ def test_a_preset_is_exportable_or_the_setting_is_named(name):
     else:
         with pytest.raises(MegaclipError, match=REFUSED_EXPORTS[name]):
             config_of(description)
+
+
+def test_a_siglip2_whose_patches_do_not_cover_the_image_is_refused():
+    with pytest.raises(MegaclipError, match="vision_cfg.image_size 384: "):
+        config_of(load_model_config("ViT-SO400M-14-SigLIP-384").to_open_clip(), "siglip2")
 
 
 def test_settings_of_training_are_in_the_readme_and_names_of_data_only_if_asked():
