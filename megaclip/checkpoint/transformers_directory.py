@@ -13,7 +13,8 @@ from megaclip.checkpoint.model_card import ModelCard
 from megaclip.checkpoint.open_clip_weights import open_clip_tensors, write_tensors
 from megaclip.checkpoint.weight_files import INDEX
 from megaclip.files import write_atomically
-from megaclip.models.open_clip_keys import StateDict
+from megaclip.models import ModelConfig
+from megaclip.models.open_clip_keys import StateDict, from_open_clip
 from megaclip.models.transformers_config import CONFIG_NAME, PROCESSOR_NAME, config_of, processor_of
 from megaclip.models.transformers_keys import to_transformers
 
@@ -49,7 +50,9 @@ def write_transformers(
         OSError: a file cannot be written.
     """
     is_linear = content[CONFIG_NAME]["model_type"] == "siglip2"
-    tensors = to_transformers(open_clip_tensors(weights, card.config), patches_are_linear=is_linear)
+    own = ModelConfig.from_dict(card.config.to_open_clip())
+    own_weights = from_open_clip(open_clip_tensors(weights, card.config), own)
+    tensors = to_transformers(own_weights, patches_are_linear=is_linear)
     parts = split_torch_state_dict_into_shards(tensors, max_shard_size=MAX_PART)
     files: dict[str, Any] = dict(content)
     if parts.is_sharded:

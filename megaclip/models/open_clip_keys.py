@@ -15,9 +15,12 @@ The parameters of open_clip's own modules (`OpenClipModel`) have the last two di
 """
 
 import re
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
+from megaclip.errors import CheckpointError
 from megaclip.models.config import TextConfig, TimmVisionConfig, VisionConfig
 from megaclip.models.dual_encoder import ModelDescription
 from megaclip.models.open_clip_config import OpenClipConfig
@@ -26,72 +29,97 @@ StateDict = dict[str, torch.Tensor]
 
 SCALARS = ("logit_scale", "logit_bias")
 """Names of the parameters that belong to no tower."""
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 TEXT_ROOTS = ("positional_embedding", "text_projection", "token_embedding.", "ln_final.", "transformer.")
 """Beginnings of the names of the text tower's parameters in open_clip's CLIP."""
-_TIMM_TOWER = {
-    "visual.conv1.": "visual.trunk.patch_embed.proj.",
-    "visual.class_embedding": "visual.trunk.cls_token",
-    "visual.positional_embedding": "visual.trunk.pos_embed",
-    "visual.ln_pre.": "visual.trunk.norm_pre.",
-    "visual.transformer.resblocks.": "visual.trunk.blocks.",
-    "visual.ln_post.": "visual.trunk.norm.",
-    "visual.attn_pool.attn.q_proj.": "visual.trunk.attn_pool.q.",
-    "visual.attn_pool.attn.kv_proj_": "visual.trunk.attn_pool.kv.",
-    "visual.attn_pool.attn.out_proj.": "visual.trunk.attn_pool.proj.",
-    "visual.attn_pool.ln_2.": "visual.trunk.attn_pool.norm.",
-    "visual.attn_pool.": "visual.trunk.attn_pool.",
-    "visual.proj.": "visual.trunk.head.",
-}
-"""Beginnings of names, MegaCLIP's and timm's; the first one that fits counts."""
-_TIMM_PARTS = {
-    ".ln_1.": ".norm1.",
-    ".ln_2.": ".norm2.",
-    ".attn.in_proj_": ".attn.qkv.",
-    ".attn.out_proj.": ".attn.proj.",
-    ".ls_1.": ".ls1.",
-    ".ls_2.": ".ls2.",
-    ".mlp.c_fc.": ".mlp.fc1.",
-    ".mlp.c_proj.": ".mlp.fc2.",
-}
-"""Parts of names in blocks and attention pooling, MegaCLIP's and timm's."""
-_GATED_PARTS = _TIMM_PARTS | {
+POOLING = "visual.attn_pool.attn."
+"""Beginning of the names of the attention's parameters in attention pooling."""
+_SEPARATE = re.compile(r"(.*\.attn\.)([qkv]_proj)\.(weight|bias)")
+_FUSED = re.compile(r"(.*\.attn\.)(in|kv)_proj_(weight|bias)")
+_FUSIONS = {"in": ("q_proj", "k_proj", "v_proj"), "kv": ("k_proj", "v_proj")}
+"""Projections that are stacked, by the beginning of the name of the stack."""
+
+
+class Names(NamedTuple):
+    """Names of MegaCLIP and those of another library, both with a dot behind them."""
+
+    beginnings: dict[str, str]
+    """Beginnings of names, MegaCLIP's and the library's; the first one that fits counts."""
+    parts: dict[str, str]
+    """Parts of the rest of a name."""
+
+    def inverse(self) -> "Names":
+        """Return the names with MegaCLIP as the other library."""
+        beginnings, parts = ({theirs: own for own, theirs in table.items()} for table in self)
+        return Names(beginnings, parts)
+
+    def of(self, name: str) -> str | None:
+        """Return the library's name of a parameter or module of MegaCLIP; None if it has none."""
+        dotted = f"{name}."
+        found = next((own for own in self.beginnings if dotted.startswith(own)), None)
+        if found is None:
+            return None
+        dotted = self.beginnings[found] + dotted.removeprefix(found)
+        for own, theirs in self.parts.items():
+            dotted = dotted.replace(own, theirs)
+        return dotted.removesuffix(".")
+
+
+TIMM = Names(
+    {
+        "visual.conv1.": "visual.trunk.patch_embed.proj.",
+        "visual.class_embedding.": "visual.trunk.cls_token.",
+        "visual.positional_embedding.": "visual.trunk.pos_embed.",
+        "visual.ln_pre.": "visual.trunk.norm_pre.",
+        "visual.transformer.resblocks.": "visual.trunk.blocks.",
+        "visual.ln_post.": "visual.trunk.norm.",
+        "visual.attn_pool.attn.q_proj.": "visual.trunk.attn_pool.q.",
+        "visual.attn_pool.attn.kv_proj_": "visual.trunk.attn_pool.kv.",
+        "visual.attn_pool.attn.out_proj.": "visual.trunk.attn_pool.proj.",
+        "visual.attn_pool.ln_2.": "visual.trunk.attn_pool.norm.",
+        "visual.attn_pool.": "visual.trunk.attn_pool.",
+        "visual.proj.": "visual.trunk.head.",
+    },
+    {
+        ".ln_1.": ".norm1.",
+        ".ln_2.": ".norm2.",
+        ".attn.in_proj_": ".attn.qkv.",
+        ".attn.out_proj.": ".attn.proj.",
+        ".ls_1.": ".ls1.",
+        ".ls_2.": ".ls2.",
+        ".mlp.c_fc.": ".mlp.fc1.",
+        ".mlp.c_proj.": ".mlp.fc2.",
+    },
+)
+"""Names of timm's VisionTransformer."""
+_GATED_PARTS = {
     ".attn.ln_inner.": ".attn.norm.",
     ".mlp.ln_inner.": ".mlp.norm.",
     ".mlp.c_gate.": ".mlp.fc1_g.",
     ".mlp.c_fc.": ".mlp.fc1_x.",
 }
-_BIASES_OF_EVA = {".attn.q_proj.bias": ".attn.q_bias", ".attn.v_proj.bias": ".attn.v_bias"}
-_POOLING = "visual.attn_pool.attn."
-_SEPARATE = re.compile(r"(.*\.attn\.)([qkv]_proj)\.(weight|bias)")
-_FUSED = re.compile(r"(.*\.attn\.)(?:in|kv)_proj_(weight|bias)")
+_BIASES_OF_EVA = {".attn.q_proj.bias.": ".attn.q_bias.", ".attn.v_proj.bias.": ".attn.v_bias."}
 
 
 def to_open_clip(state_dict: StateDict, config: ModelDescription) -> StateDict:
     """Return MegaCLIP's state dict with open_clip's names and layouts; values and dtypes are unchanged.
 
     Raises:
-        KeyError: a q projection has no k and v projection.
+        CheckpointError: tensors that open_clip stacks have different shapes.
     """
-    own, has_prefix, scalar_shape = True, config.custom_text, torch.Size()
+    names, has_prefix, scalar_shape = None, config.custom_text, torch.Size()
     if isinstance(config, OpenClipConfig):
-        own, has_prefix = False, config.has_text_prefix
+        has_prefix = config.has_text_prefix
         scalar_shape = torch.Size([1] if config.nonscalar_logit_scale else [])
-    vision = config.vision_cfg
+    else:
+        state_dict = stacked(state_dict, lambda stem, kind: _stack_of(stem, kind, config))
+        names = _timm_names(config)
     result = {}
     for name, value in state_dict.items():
-        match = _SEPARATE.fullmatch(name) if own else None
-        stack = () if match is None else _stacked(match[1], match[3], config)
-        if match is not None and match[2] in stack:
-            if match[2] != stack[0]:
-                continue  # it is stacked with the first
-            value = torch.cat([state_dict[f"{match[1]}{projection}.{match[3]}"] for projection in stack])
-            name = f"{match[1]}{'kv' if len(stack) == 2 else 'in'}_proj_{match[3]}"
-        elif name in SCALARS:
+        if name in SCALARS:
             value = value.reshape(scalar_shape)
-        if isinstance(vision, TimmVisionConfig):
+        if names is not None:
             value = value[None] if name == "visual.positional_embedding" else value
-            name = to_timm(name, vision)
+            name = names.of(name) or name
         result[name if has_prefix else name.removeprefix("text.")] = value
     return result
 
@@ -99,58 +127,79 @@ def to_open_clip(state_dict: StateDict, config: ModelDescription) -> StateDict:
 def from_open_clip(state_dict: StateDict, config: ModelDescription) -> StateDict:
     """Return the state dict of open_clip's CLIP or CustomTextCLIP with the names of the model that `config` describes;
     keep unknown entries."""
-    vision = config.vision_cfg
+    timm = _timm_names(config)
+    names = None if timm is None else timm.inverse()
     result = {}
     for name, value in state_dict.items():
         if name.startswith(TEXT_ROOTS):
             name = f"text.{name}"
-        if isinstance(vision, TimmVisionConfig):
+        if names is not None:
             value = value[0] if name == "visual.trunk.pos_embed" and value.ndim == 3 and len(value) == 1 else value
-            name = from_timm(name, vision)
-        match = None if isinstance(config, OpenClipConfig) else _FUSED.fullmatch(name)
-        stack = () if match is None else _stacked(match[1], match[2], config)
-        if match is not None and stack and value.ndim > 0 and len(value) % len(stack) == 0:
-            for projection, part in zip(stack, value.chunk(len(stack)), strict=True):
-                result[f"{match[1]}{projection}.{match[2]}"] = part
-        else:
-            result[name] = value.reshape(1) if name in SCALARS and value.numel() == 1 else value
+            name = names.of(name) or name
+        result[name] = value.reshape(1) if name in SCALARS and value.numel() == 1 else value
+    if isinstance(config, OpenClipConfig):
+        return result
+    return separate(result, lambda stem, kind: _stack_of(stem, kind, config))
+
+
+def stacked(state_dict: StateDict, stack_of: Callable[[str, str], str]) -> StateDict:
+    """Return tensors with projections stacked whose parts are all there.
+
+    stack_of: returns the key in `_FUSIONS`, or "", of an attention whose parameters' names begin with the first
+    argument. The second one is weight or bias.
+
+    Raises:
+        CheckpointError: parts have different shapes.
+    """
+    result: StateDict = {}
+    for name, value in state_dict.items():
+        match = _SEPARATE.fullmatch(name)
+        key = "" if match is None else stack_of(match[1], match[3])
+        parts = _FUSIONS.get(key, ())
+        if match is None or match[2] not in parts:
+            result[name] = value
+            continue
+        found = [state_dict.get(f"{match[1]}{part}.{match[3]}") for part in parts]
+        tensors = [part for part in found if part is not None]
+        if len(tensors) < len(parts):
+            result[name] = value
+        elif match[2] == parts[0]:
+            # An expanded tensor may have a huge shape with little storage.
+            if any(part.shape != value.shape or not part.is_contiguous() or part.ndim == 0 for part in tensors):
+                shapes = ", ".join(str(list(part.shape)) for part in tensors)
+                raise CheckpointError(f"{match[1]}{', '.join(parts)} cannot be stacked: their shapes are {shapes}")
+            result[f"{match[1]}{key}_proj_{match[3]}"] = torch.cat(tensors)
     return result
 
 
-def _stacked(stem: str, kind: str, config: ModelDescription) -> tuple[str, ...]:
-    """Return the projections that open_clip or timm stacks. stem: beginning of their names. kind: weight or bias."""
-    if stem == _POOLING:
-        return _PROJECTIONS[1:]
+def separate(state_dict: StateDict, stack_of: Callable[[str, str], str]) -> StateDict:
+    """Return tensors with stacked projections apart. stack_of: as for `stacked`."""
+    result: StateDict = {}
+    for name, value in state_dict.items():
+        match = _FUSED.fullmatch(name)
+        parts = _FUSIONS[match[2]] if match is not None and stack_of(match[1], match[3]) == match[2] else ()
+        if match is None or not parts or value.ndim == 0 or len(value) % len(parts):
+            result[name] = value
+            continue
+        for part, tensor in zip(parts, value.chunk(len(parts)), strict=True):
+            result[f"{match[1]}{part}.{match[3]}"] = tensor
+    return result
+
+
+def _stack_of(stem: str, kind: str, config: ModelDescription) -> str:
+    """Return the stack of open_clip or timm, as `stacked` describes, in which MegaCLIP's own projections are."""
+    if stem == POOLING:
+        return "kv"
     blocks = config.vision_cfg if stem.startswith("visual.") else config.text_cfg
     assert isinstance(blocks, VisionConfig | TextConfig), "open_clip's modules have open_clip's parameters"
-    return () if blocks.gated or (kind == "bias" and not blocks.key_bias) else _PROJECTIONS
+    return "" if blocks.gated or (kind == "bias" and not blocks.key_bias) else "in"
 
 
-def to_timm(name: str, vision: TimmVisionConfig | None = None) -> str:
-    """Return the name in timm, under `visual.trunk.`, of a parameter of the image tower; other names unchanged.
-
-    vision: default: a tower whose blocks are those of timm's VisionTransformer.
-    """
-    return _renamed(name, "visual.", _TIMM_TOWER, _timm_parts(vision))
-
-
-def from_timm(name: str, vision: TimmVisionConfig | None = None) -> str:
-    """Return the name of which `to_timm` makes `name`; other names unchanged."""
-    tower, parts = ({timm: own for own, timm in names.items()} for names in (_TIMM_TOWER, _timm_parts(vision)))
-    return _renamed(name, "visual.trunk.", tower, parts)
-
-
-def _timm_parts(vision: TimmVisionConfig | None) -> dict[str, str]:
-    if vision is not None and vision.gated:
-        return _GATED_PARTS
-    return _TIMM_PARTS if vision is None or vision.key_bias else _TIMM_PARTS | _BIASES_OF_EVA
-
-
-def _renamed(name: str, prefix: str, beginnings: dict[str, str], parts: dict[str, str]) -> str:
-    if not name.startswith(prefix):
-        return name
-    old = next((beginning for beginning in beginnings if name.startswith(beginning)), "")
-    name = beginnings.get(old, "") + name.removeprefix(old)
-    for part, new in parts.items():
-        name = name.replace(part, new)
-    return name
+def _timm_names(config: ModelDescription) -> Names | None:
+    """Return the names of the image tower of timm that MegaCLIP's own tower computes; None if it is open_clip's."""
+    vision = config.vision_cfg
+    if not isinstance(vision, TimmVisionConfig):
+        return None
+    if vision.gated:
+        return TIMM._replace(parts=TIMM.parts | _GATED_PARTS)
+    return TIMM if vision.key_bias else TIMM._replace(parts=TIMM.parts | _BIASES_OF_EVA)

@@ -16,15 +16,16 @@ Values and dtypes stay the same. Layouts that differ:
 """
 
 import math
-import re
 
-import torch
+from megaclip.models.open_clip_keys import POOLING, SCALARS, TIMM, Names, StateDict, separate, stacked
 
-from megaclip.errors import CheckpointError
-from megaclip.models.open_clip_keys import SCALARS, TEXT_ROOTS, StateDict, from_timm, to_timm
-
-# Beginnings of names: MegaCLIP's, which are open_clip's with the text tower under `text.`, and transformers'.
-# "." is added to every name before it is compared. Longer beginnings come before shorter ones.
+_BLOCK = {
+    ".ln_1.": ".layer_norm1.",
+    ".ln_2.": ".layer_norm2.",
+    ".attn.": ".self_attn.",
+    ".mlp.c_fc.": ".mlp.fc1.",
+    ".mlp.c_proj.": ".mlp.fc2.",
+}
 _IMAGE = {
     "visual.class_embedding.": "vision_model.embeddings.class_embedding.",
     "visual.positional_embedding.": "vision_model.embeddings.position_embedding.weight.",
@@ -34,11 +35,9 @@ _IMAGE = {
     "visual.ln_post.": "vision_model.post_layernorm.",
     "visual.proj.": "visual_projection.weight.",
     "visual.attn_pool.latent.": "vision_model.head.probe.",
-    "visual.attn_pool.attn.in_proj_": "vision_model.head.attention.in_proj_",
-    "visual.attn_pool.attn.out_proj.": "vision_model.head.attention.out_proj.",
+    "visual.attn_pool.attn.": "vision_model.head.attention.",
     "visual.attn_pool.ln_2.": "vision_model.head.layernorm.",
-    "visual.attn_pool.mlp.c_fc.": "vision_model.head.mlp.fc1.",
-    "visual.attn_pool.mlp.c_proj.": "vision_model.head.mlp.fc2.",
+    "visual.attn_pool.mlp.": "vision_model.head.mlp.",
 }
 _TEXT = {
     "text.token_embedding.": "text_model.embeddings.token_embedding.",
@@ -50,20 +49,9 @@ _TEXT = {
     "text.text_projection.": "text_projection.weight.",  # of CLIP, a parameter
 }
 _BERT = {"text.transformer.": "text_model.", "text.proj.": "text_projection."}
-_BLOCK = {
-    "ln_1.": "layer_norm1.",
-    "ln_2.": "layer_norm2.",
-    "attn.": "self_attn.",
-    "mlp.c_fc.": "mlp.fc1.",
-    "mlp.c_proj.": "mlp.fc2.",
-}
+_OWN = Names(_IMAGE | _TEXT | _BERT, _BLOCK)
 _TRANSPOSED = ("visual.proj", "text.text_projection")
-_POSITIONS = "visual.positional_embedding"
 _PATCHES = "vision_model.embeddings.patch_embedding.weight"
-_QKV = ("q_proj", "k_proj", "v_proj")
-_STACKED = re.compile(r"(.*\.attn\.)in_proj_(weight|bias)")
-_SEPARATE = re.compile(r"(.*\.attn\.)([qkv]_proj)\.(weight|bias)")
-_POOL = "visual.attn_pool.attn."
 
 
 def is_transformers(names: StateDict) -> bool:
@@ -77,23 +65,20 @@ def transformers_name(name: str) -> str | None:
     name: MegaCLIP's or timm's, such as `visual.transformer.resblocks.0.attn.q_proj`, also with `.lora_A.weight`;
     a projection that is not stacked.
     """
-    return name if name in SCALARS else _renamed(from_timm(f"{name}.").removesuffix("."), _IMAGE | _TEXT | _BERT)
+    return name if name in SCALARS else _OWN.of(TIMM.inverse().of(name) or name)
 
 
 def to_transformers(state_dict: StateDict, *, patches_are_linear: bool = False) -> StateDict:
-    """Return open_clip's state dict of a model with transformers' names and layouts.
+    """Return the state dict of MegaCLIP's own towers with transformers' names and layouts.
 
-    Args:
-        state_dict: open_clip's names, with the text tower under `text.` or not.
-        patches_are_linear: for `Siglip2Model`.
+    patches_are_linear: for `Siglip2Model`.
 
     Raises:
         KeyError: a parameter has no name in transformers.
     """
-    is_siglip = "visual.trunk.attn_pool.latent" in state_dict
-    named = {f"text.{name}" if name.startswith(TEXT_ROOTS) else name: value for name, value in state_dict.items()}
+    is_siglip = "visual.attn_pool.latent" in state_dict
     result: StateDict = {}
-    for name, value in _separate({from_timm(name): value for name, value in named.items()}).items():
+    for name, value in stacked(state_dict, lambda stem, _: "in" if stem == POOLING else "").items():
         theirs = transformers_name(name)
         if theirs is None:
             raise KeyError(name)
@@ -101,8 +86,6 @@ def to_transformers(state_dict: StateDict, *, patches_are_linear: bool = False) 
             value = value.reshape([1] if is_siglip else [])
         elif name in _TRANSPOSED:
             value = value.T
-        elif name == _POSITIONS and is_siglip:
-            value = value[0]
         elif theirs == _PATCHES and patches_are_linear:
             value = value.permute(0, 2, 3, 1).flatten(1)
         result[theirs] = value.contiguous()
@@ -119,70 +102,19 @@ def from_transformers(tensors: StateDict) -> StateDict:
     """
     is_clip = any(name.startswith(("vision_model.pre_layrnorm", "visual_projection")) for name in tensors)
     is_bert = any(name.startswith("text_model.embeddings.word_embeddings") for name in tensors)
-    table = {theirs: own for own, theirs in (_IMAGE | (_BERT if is_bert else _TEXT)).items()}
+    names = Names(_IMAGE | (_BERT if is_bert else _TEXT), _BLOCK).inverse()
     result: StateDict = {}
     for name, value in tensors.items():
-        own = name if name in SCALARS else _renamed(name, table) or name
+        own = name if name in SCALARS else names.of(name) or name
         if own in _TRANSPOSED and value.ndim == 2:
             value = value.T
-        elif own == _POSITIONS and not is_clip:
+        elif own == "visual.positional_embedding" and not is_clip:
             value = value[None]
         elif name == _PATCHES and value.ndim == 2:
             side = math.isqrt(value.shape[1] // 3)
             if value.shape[1] == 3 * side**2:
                 value = value.unflatten(1, (side, side, 3)).permute(0, 3, 1, 2)
         result[own] = value
-    stacked = _stack(result)
-    return stacked if is_clip else {to_timm(name): value for name, value in stacked.items()}
-
-
-def _renamed(name: str, table: dict[str, str]) -> str | None:
-    """Return a name with another beginning, and other names of the parts of a block; None if no entry begins it."""
-    dotted = f"{name}."
-    found = next((start for start in table if dotted.startswith(start)), None)
-    if found is None:
-        return None
-    start, rest = table[found], dotted.removeprefix(found)
-    if found.endswith(("resblocks.", "layers.")):
-        number, _, part = rest.partition(".")
-        names = {theirs: own for own, theirs in _BLOCK.items()} if found.endswith("layers.") else _BLOCK
-        inner = next((one for one in names if part.startswith(one)), "")
-        rest = f"{number}.{names.get(inner, '')}{part.removeprefix(inner)}"
-    return f"{start}{rest}".removesuffix(".")
-
-
-def _separate(state_dict: StateDict) -> StateDict:
-    """Return open_clip's tensors with q, k and v of blocks apart, and those of timm's pooling head stacked."""
-    result: StateDict = {}
-    for name, value in state_dict.items():
-        if (match := _STACKED.fullmatch(name)) is not None:
-            for projection, part in zip(_QKV, value.chunk(3), strict=True):
-                result[f"{match[1]}{projection}.{match[2]}"] = part
-        elif name.startswith(f"{_POOL}q_proj."):
-            kind = name.removeprefix(f"{_POOL}q_proj.")
-            result[f"{_POOL}in_proj_{kind}"] = torch.cat([value, state_dict[f"{_POOL}kv_proj_{kind}"]])
-        elif not name.startswith(f"{_POOL}kv_proj_"):
-            result[name] = value
-    return result
-
-
-def _stack(tensors: StateDict) -> StateDict:
-    """Return tensors with q, k and v of blocks stacked, and those of timm's pooling head apart."""
-    result: StateDict = {}
-    for name, value in tensors.items():
-        if name.startswith(f"{_POOL}in_proj_") and value.ndim > 0:
-            kind, width = name.removeprefix(f"{_POOL}in_proj_"), len(value) // 3
-            result |= {f"{_POOL}q_proj.{kind}": value[:width], f"{_POOL}kv_proj_{kind}": value[width:]}
-            continue
-        match = _SEPARATE.fullmatch(name)
-        parts = [] if match is None else [tensors.get(f"{match[1]}{one}.{match[3]}") for one in _QKV]
-        found = [part for part in parts if part is not None]
-        if match is None or len(found) < len(_QKV):
-            result[name] = value
-        elif match[2] == "q_proj":
-            # An expanded tensor may have a huge shape with little storage.
-            if any(part.shape != value.shape or not part.is_contiguous() or part.ndim == 0 for part in found):
-                shapes = ", ".join(str(list(part.shape)) for part in found)
-                raise CheckpointError(f"{match[1]}q_proj, k_proj, v_proj cannot be stacked: their shapes are {shapes}")
-            result[f"{match[1]}in_proj_{match[3]}"] = torch.cat(found)
-    return result
+    result = separate(result, lambda stem, _: "in" if stem == POOLING else "")
+    result = stacked(result, lambda stem, _: "kv" if stem == POOLING else "in")
+    return result if is_clip else {TIMM.of(name) or name: value for name, value in result.items()}
