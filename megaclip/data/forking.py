@@ -4,8 +4,7 @@ When a thread of a C++ library enters the interpreter for the first time, it bri
 states. A process that is forked at this moment inherits the lock as locked. Until Python 3.11 such a process waits for
 the lock inside `os.fork` forever, and so does every process that waits for its result.
 
-A killed process must not hold a lock that other processes wait for. So a process that is given up never starts its
-work, and events have no lock.
+A process that is given up never starts its work, beside that of the process that replaces it.
 
 A forked process has the signal handlers of its parent, and writes the signals that it receives to the parent's wakeup
 socket. The parent would treat a signal to the process as a signal to itself. So stop signals are blocked from before
@@ -14,7 +13,6 @@ the fork until the process has installed its own handlers.
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -88,28 +86,7 @@ class _Process(ForkProcess):
         raise DataError(f"{_ATTEMPTS} forked processes did not start to run; start the run again or set --workers 0")
 
 
-class _Flag:
-    """Event without a lock, and so without `wait`. In a forked process it is also set when the parent has ended.
-
-    A worker for whose end torch has not set its event would wait for ever until somebody receives its results.
-    """
-
-    def __init__(self, context: ForkContext) -> None:
-        self._value = context.RawValue("b", 0)
-        self._parent = os.getpid()
-
-    def set(self) -> None:
-        self._value.value = 1
-
-    def is_set(self) -> bool:
-        return bool(self._value.value) or self._parent not in (os.getpid(), os.getppid())
-
-
 class CheckedForkContext(ForkContext):
     """`multiprocessing` context that forks, and forks again if a process does not start to run."""
 
     Process = _Process
-
-    def Event(self) -> Any:
-        """Return the event with which torch's DataLoader ends its workers."""
-        return _Flag(self)

@@ -35,7 +35,7 @@ from megaclip.data.shared_memory import shared_pixels
 from megaclip.data.source import DEFAULT_MAX_BAD_FRACTION
 from megaclip.data.sources import PairDataset
 from megaclip.data.tokenizers import Tokenizer
-from megaclip.data.workers import PREFETCHED, map_in_workers
+from megaclip.data.workers import PREFETCHED, WorkerResults
 from megaclip.errors import DataError, first_line
 from megaclip.logging import get_logger, log_once
 
@@ -144,7 +144,7 @@ class TrainLoader:
         elif shard_cache is not None:
             raise DataError("--shard-cache has no effect without URLs of tar shards in --train-data; leave it out")
         self._load = functools.partial(_load_train, order, reader, slots, rank, world_size)
-        self._batches = map_in_workers(
+        self._batches = WorkerResults(
             self._load,
             self._schedule(samples_consumed),
             num_workers=num_workers,
@@ -352,7 +352,7 @@ class EvaluationLoader:
         ahead = min(PREFETCHED * self._num_workers, len(self))
         slots = shared_pixels((ahead + 1, self._batch_size, *self._image_shape))
         turns = [batch % len(slots) for batch in range(len(self))]
-        results = map_in_workers(
+        results = WorkerResults(
             functools.partial(_load_evaluation, self._reader, slots),
             zip(self._rank_ids(), turns, strict=True),
             num_workers=self._num_workers,

@@ -1,15 +1,14 @@
-"""Run a function in worker processes with torch's DataLoader, and report every failure of a worker as one DataError.
+"""Run a function in worker processes, and report every failure of a worker as one DataError.
 
-On Linux the workers are forked: they start in milliseconds, import nothing and share the dataset's memory. If a worker
-dies, only the thread that waits for data gets a DataError. torch's own SIGCHLD handler would raise in the middle of a
-training step, while the other ranks wait in a collective.
+The workers are forked: they start in milliseconds, import nothing and share the dataset's memory. Each has a connection
+of its own to this process, which sends it items and receives their results. A connection ends with the process at its
+other end, so the end of a worker is noticed when its next result is taken, and workers end with this process. Processes
+share no lock, which a killed worker could leave locked.
 
 A worker notes the row that it reads (`note_row`), so that the error can name it. It writes its Python stacks when it
 receives SIGUSR2 (`worker_stacks`).
 
-Results are passed through a pipe, as bytes. torch would move each tensor to /dev/shm, which may be full. The main
-process would connect to a thread of the worker for each of them, and wait until it gets the worker's interpreter lock.
-Pixels are too large for a pipe, so workers write them into memory that both processes share (shared_memory.py).
+Pixels are too large for a connection, so workers write them into memory that both processes share (shared_memory.py).
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import functools
 import io
 import os
 import pickle
+import queue
 import signal
 import sys
 import threading
@@ -28,33 +28,34 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
-from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 
-from megaclip.data.forking import CheckedForkContext, leave_stop_signals_to_parent
+from megaclip.data.forking import CheckedForkContext
 from megaclip.errors import DataError, first_line
 
 WORKER_TIMEOUT_S = 600.0
 """Largest number of seconds without a result after which a worker counts as dead."""
 PREFETCHED = 2
 """Number of items that each worker may have received before their results are taken."""
+NAME = "data_worker"
+"""Name of the worker processes, for `ps` and `top`."""
 
 _STACK_SIGNAL = signal.SIGUSR2
 _STACKS_WAIT_S = 1.0
 """Seconds within which a worker must write its stacks."""
 _DEATH_WAIT_S = 1.0
-"""Seconds to wait for the exit code of a worker whose connection is broken."""
-_RAISED_BY_FUNCTION = "in DataLoader worker process"
-"""Text in torch's message of an exception that the function raised in a worker."""
+"""Seconds to wait for the exit code of a worker whose connection has ended."""
+_KILL_WAIT_S = 5.0
+"""Seconds to wait for the end of a killed worker, which may wait for a disk."""
 
 _timeout_s = WORKER_TIMEOUT_S
-_handler_installed = False
-_waiting: WorkerResults | None = None
-"""Results that the main thread is waiting for. The SIGCHLD handler may raise only while it waits."""
 _running: weakref.WeakSet[WorkerResults] = weakref.WeakSet()
 _stack_file: int | None = None
 """File descriptor of the file in memory to which the workers of this process write their stacks."""
@@ -74,103 +75,70 @@ def note_row(row: int) -> None:
         _own_row(row)
 
 
-class _FunctionDataset(Dataset):
-    """A function as the map-style dataset that torch's DataLoader requires."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        self._function = function
-
-    def __getitem__(self, item: Any) -> Any:
-        result = self._function(item)
-        if get_worker_info() is None:
-            return result
-        content = io.BytesIO()
-        _Pickler(content, pickle.HIGHEST_PROTOCOL).dump(result)
-        return content.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    """Pickle tensors as arrays, which takes a tenth of the time of a tensor's own way."""
-
-    def reducer_override(self, value: Any) -> Any:
-        return (torch.from_numpy, (value.numpy(),)) if isinstance(value, torch.Tensor) else NotImplemented
-
-
-def map_in_workers(
-    function: Callable[[Any], Any],
-    items: Iterable[Any],
-    *,
-    num_workers: int,
-    describe_row: Callable[[int], str] = str,
-) -> WorkerResults:
-    """Return an iterator over `function(item)` for each item, in order.
+class WorkerResults:
+    """Iterator over `function(item)` for each item, in order.
 
     `num_workers` processes compute the results ahead of time; 0 computes them in this process. When the result number n
-    is taken, at most PREFETCHED * num_workers items behind it have been passed to workers. Results are pickled. Call
-    this function in the main thread; any one thread may then take the results.
+    is taken, at most PREFETCHED * num_workers items behind it have been passed to workers. Results are pickled. Any one
+    thread may take the results.
 
     describe_row: returns a description of the row that a worker has noted, for the error if it dies.
 
     Raises DataError if the system refuses to start the processes.
     """
-    parallel: dict[str, Any] = {}
-    rows: Any = []
-    with _start_errors(num_workers):
-        if num_workers > 0:
-            context = CheckedForkContext()
-            parallel = {
-                "timeout": _timeout_s,
-                "multiprocessing_context": context,
-                "prefetch_factor": PREFETCHED,
-            }
-            rows = context.RawArray("q", [-1] * num_workers)
-            _open_stack_file()
-            _install_handler()
-        loader: DataLoader = DataLoader(
-            _FunctionDataset(function),
-            batch_size=None,
-            sampler=items,
-            num_workers=num_workers,
-            collate_fn=_identity,
-            worker_init_fn=functools.partial(_start_worker, rows),
-            generator=torch.Generator(),  # without it torch draws from the global one, which changes the training run
-            **parallel,
-        )
-        batches = iter(loader)
-    return WorkerResults(batches, rows, describe_row)
 
-
-@contextlib.contextmanager
-def _start_errors(num_workers: int) -> Iterator[None]:
-    """Raise DataError if the body cannot start the worker processes, and end those that it has started."""
-    try:
-        yield
-    except OSError as error:
-        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-        try:
-            traceback.clear_frames(error.__traceback__)  # deletes torch's iterator, which shows a second traceback
-        finally:
-            sys.unraisablehook = hook
-        raise DataError(
-            f"--workers {num_workers}: cannot start the data workers ({first_line(error)}); set fewer --workers, or "
-            "raise the limits on open files (ulimit -n), processes (ulimit -u, docker --pids-limit), memory or /dev/shm"
-        ) from None
-
-
-class WorkerResults:
-    """Iterator over the results of the workers.
-
-    rows: the row that each worker has noted last, -1 for none; empty without workers. describe_row: as for
-    `map_in_workers`.
-    """
-
-    def __init__(self, batches: Iterator[Any], rows: Any, describe_row: Callable[[int], str]) -> None:
-        self._batches = batches
-        self._rows = rows
-        self._describe_row = describe_row
-        self.workers: list[Any] = list(getattr(batches, "_workers", []))
+    def __init__(
+        self,
+        function: Callable[[Any], Any],
+        items: Iterable[Any],
+        *,
+        num_workers: int,
+        describe_row: Callable[[int], str] = str,
+    ) -> None:
+        self._function, self._items, self._describe_row = function, iter(items), describe_row
+        self._timeout_s = _timeout_s
+        self.workers: list[Any] = []
         """Worker processes."""
+        self._connections: list[Connection] = []
+        """Connections to the workers, in their order. Empty after `close`."""
+        self._turns = deque[int]()
+        """Worker of each item whose result has not been taken."""
+        if num_workers:
+            self._start(num_workers)
+            for worker in [*range(num_workers)] * PREFETCHED:
+                self._pass_on(worker)
+
+    def _start(self, count: int) -> None:
+        context = CheckedForkContext()
+        self._rows = context.RawArray("q", [-1] * count)
+        """Row that each worker has noted last, -1 for none."""
+        _open_stack_file()
         _running.add(self)
+        try:
+            for number in range(count):
+                connection, of_worker = context.Pipe()
+                self._connections.append(connection)
+                with of_worker:
+                    work = functools.partial(_work, self._function, of_worker, self._rows, number)
+                    worker = context.Process(target=work, daemon=True)
+                    worker.start()
+                self.workers.append(worker)
+        except OSError as error:
+            raise DataError(
+                f"--workers {count}: cannot start the data workers ({first_line(error)}); set fewer --workers, or "
+                "raise the limits on open files (ulimit -n), processes (ulimit -u, docker --pids-limit), or memory"
+            ) from None
+        finally:
+            if len(self.workers) < count:
+                self.close()
+
+    def _pass_on(self, worker: int) -> None:
+        """Send the next item to a worker. The end of a worker is noticed when its result is taken."""
+        for item in self._items:
+            self._turns.append(worker)
+            with contextlib.suppress(OSError):
+                self._connections[worker].send(item)
+            return
 
     def __iter__(self) -> WorkerResults:
         return self
@@ -180,71 +148,105 @@ class WorkerResults:
 
         Raises DataError if a worker died or hangs. An exception that the function raised is raised again.
         """
-        global _waiting
+        if not self.workers:
+            return self._function(next(self._items))
+        if not self._turns:
+            self.close()
+            raise StopIteration
+        worker = self._turns.popleft()
         try:
-            result = self._take()
-        except Exception as error:
-            _waiting = None
-            if isinstance(error, StopIteration) or not self.workers or _RAISED_BY_FUNCTION in str(error):
-                raise
-            # A worker that is killed while it sends or receives causes errors of many types in this process.
-            raise self._failed(error) from error
+            if not self._connections[worker].poll(self._timeout_s):
+                raise TimeoutError(f"no result within {self._timeout_s:g} s")
+            result, raised = pickle.loads(self._connections[worker].recv_bytes())
+        except Exception as error:  # a worker that is killed while it sends causes errors of many types
+            raise self._failed(worker, error) from error
+        self._pass_on(worker)
+        if raised is not None:
+            raise raised
         return result
-
-    def _take(self) -> Any:
-        global _waiting
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        try:
-            if in_main_thread:
-                _waiting = self
-            self._raise_death()  # raised for a worker that died before the handler could raise
-            result = next(self._batches)
-            return pickle.loads(result) if self.workers else result
-        finally:
-            if in_main_thread:
-                _waiting = None
 
     def check(self) -> None:
         """Raise DataError if a worker has died. A main thread calls this while another thread takes the results."""
-        try:
-            self._raise_death()
-        except RuntimeError as death:
-            raise self._failed(death) from None
-
-    def _raise_death(self) -> None:
-        """Raise RuntimeError if a worker has died. It checks exit codes, so no death is missed between two waits."""
-        if getattr(self._batches, "_shutdown", True):  # torch has ended the workers itself, perhaps with a signal
-            return
-        for worker in self.workers:
-            if code := worker.exitcode:
-                how = f"was killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exited with {code}"
-                raise RuntimeError(f"DataLoader worker (pid {worker.pid}) {how}")
+        for number, worker in enumerate(self.workers):
+            if worker.exitcode is not None and self._connections:
+                raise self._failed(number)
 
     def close(self) -> None:
         """End the worker processes. Iterating afterwards stops at once."""
-        # The workers are ended explicitly, because the traceback of a caught error may keep torch's iterator alive.
-        end_workers = getattr(self._batches, "_shutdown_workers", lambda: None)
-        self._batches = iter(())
-        end_workers()
+        self._items = iter(())
+        self._turns.clear()
+        while self._connections:
+            self._connections.pop().close()
+        for worker in self.workers:
+            worker.kill()
+        for worker in self.workers:
+            worker.join(_KILL_WAIT_S)
 
     def reading(self, worker: int) -> str:
         """Return a description of the row that a worker has noted last, or "" if it has noted none."""
         row = int(self._rows[worker])
         return self._describe_row(row) if row >= 0 else ""
 
-    def _failed(self, error: Exception) -> DataError:
-        """Return the error of a worker that died or hangs; it names the rows that such workers were reading."""
-        deadline = time.monotonic() + _DEATH_WAIT_S
-        while not (dead := [n for n, worker in enumerate(self.workers) if worker.exitcode is not None]):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.02)
-        rows = [text for n in dead or range(len(self.workers)) if (text := self.reading(n))]
-        where = f"; {'it was' if len(rows) == 1 else 'they were'} reading {', '.join(rows[:3])}" if rows else ""
-        reason = first_line(error)
-        if not reason.startswith("DataLoader"):  # the message of torch for a worker that is dead or timed out
-            reason = f"{type(error).__name__}: {reason}"
-        return DataError(f"a data worker died or hangs ({reason}){where}; if memory ran out, set fewer --workers")
+    def _failed(self, number: int, error: Exception | None = None) -> DataError:
+        """Return the error of a worker that died or hangs; it names the row that the worker was reading."""
+        worker = self.workers[number]
+        worker.join(_DEATH_WAIT_S)
+        if (code := worker.exitcode) is None:
+            reason = f"is alive, {type(error).__name__}: {first_line(error)}" if error else "is alive"
+        else:
+            reason = f"was killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exited with {code}"
+        row = self.reading(number)
+        return DataError(
+            f"a data worker died or hangs (process {worker.pid} {reason}){f'; it was reading {row}' * bool(row)}; if "
+            "memory ran out, set fewer --workers"
+        )
+
+
+def _work(function: Callable[[Any], Any], connection: Connection, rows: Any, number: int) -> None:
+    """Run a worker, until the process that has forked it ends or closes the connection."""
+    global _own_row
+    with contextlib.suppress(OSError):  # a system without /proc
+        Path("/proc/self/comm").write_text(NAME)
+    for results in list(_running):  # the other ends of connections, which would otherwise not end with that process
+        while results._connections:
+            results._connections.pop().close()
+    _own_row = functools.partial(rows.__setitem__, number)
+    if _stack_file is not None:
+        faulthandler.register(_STACK_SIGNAL, file=_stack_file, all_threads=True)
+    torch.set_num_threads(1)  # the threads of the other process are not in this one
+    # Bad images are counted, so Pillow's warnings on metadata and size are not needed.
+    warnings.filterwarnings("ignore", module="PIL")
+    answers = queue.SimpleQueue[bytes]()
+    threading.Thread(target=_send, args=(connection, answers), daemon=True).start()
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            answers.put(_answer(function, connection.recv()))
+
+
+def _answer(function: Callable[[Any], Any], item: Any) -> bytes:
+    """Return the pickled result, and the exception that the function raised or None."""
+    answer: tuple[Any, Any]
+    try:
+        answer = function(item), None
+    except Exception as error:
+        answer = None, ExceptionWithTraceback(error, error.__traceback__)
+    content = io.BytesIO()
+    _Pickler(content, pickle.HIGHEST_PROTOCOL).dump(answer)
+    return content.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickle tensors as arrays, which takes a tenth of the time of a tensor's own way."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (torch.from_numpy, (value.numpy(),)) if isinstance(value, torch.Tensor) else NotImplemented
+
+
+def _send(connection: Connection, answers: queue.SimpleQueue[bytes]) -> None:
+    """Send the answers. A thread, so that a worker computes the next one while nobody receives this one."""
+    with contextlib.suppress(OSError):
+        while True:
+            connection.send_bytes(answers.get())
 
 
 def worker_stacks() -> str:
@@ -295,39 +297,3 @@ def _written_after(start: int) -> str:
         if whole or time.monotonic() > deadline:
             return text
         time.sleep(0.02)
-
-
-def _install_handler() -> None:
-    """Wrap torch's SIGCHLD handler, which can raise a RuntimeError anywhere in the main thread.
-
-    The wrapper raises only while the main thread waits for data. It must be installed before the first worker starts.
-    """
-    global _handler_installed
-    if _handler_installed or threading.current_thread() is not threading.main_thread():
-        return
-    _handler_installed = True
-    _set_SIGCHLD_handler()
-    torch_handler = signal.getsignal(signal.SIGCHLD)
-
-    def handler(number: int, frame: Any) -> None:
-        with contextlib.suppress(RuntimeError):
-            if callable(torch_handler):
-                torch_handler(number, frame)
-        if _waiting is not None:
-            _waiting._raise_death()
-
-    signal.signal(signal.SIGCHLD, handler)
-
-
-def _start_worker(rows: Any, number: int) -> None:
-    global _own_row
-    _own_row = functools.partial(rows.__setitem__, number)
-    if _stack_file is not None:
-        faulthandler.register(_STACK_SIGNAL, file=_stack_file, all_threads=True)
-    leave_stop_signals_to_parent()  # again, because torch has installed its own handler in the worker
-    # Bad images are counted, so Pillow's warnings on metadata and size are not needed.
-    warnings.filterwarnings("ignore", module="PIL")
-
-
-def _identity(item: Any) -> Any:
-    return item

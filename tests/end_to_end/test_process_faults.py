@@ -112,7 +112,7 @@ def test_a_hang_ends_with_stacks_and_the_name_of_the_rank_that_hangs(tiny_run, t
     # threads of the data, of the watchdog, and the main thread
     for thread in ("in _fill", "in _watch", "in _train_steps"):
         assert thread in waits, waits
-    assert "data worker 0, process" in waits and "in _worker_loop" in waits
+    assert "data worker 0, process" in waits and "in _work" in waits
     assert "the newest last:" in waits and "gloo:" in waits
     time_outs = {int(seconds) for seconds in re.findall(r"time-out (\d+) s", waits)}
     assert min(time_outs) > watchdog.SHORTEST_DEFAULT_S, "a collective would end before the watchdog"

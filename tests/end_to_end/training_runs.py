@@ -22,6 +22,7 @@ import psutil
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megaclip.data import workers
 from tests.distributed.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,12 +144,12 @@ def wait_for_text(log: Path, text: str, process: subprocess.Popen) -> None:
 
 
 def data_workers(rank: int) -> list[psutil.Process]:
-    """Return the data workers of a rank, by the name that PyTorch gives them. Return none if the rank has ended."""
+    """Return the data workers of a rank, by their name. Return none if the rank has ended."""
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(rank).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if child.name() == "pt_data_worker":
+                if child.name() == workers.NAME:
                     found.append(child)
     return found
 

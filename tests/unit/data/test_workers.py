@@ -24,7 +24,6 @@ from megaclip.data.sources import PairDataset
 from megaclip.data.workers import (
     WORKER_TIMEOUT_S,
     WorkerResults,
-    map_in_workers,
     note_row,
     set_worker_timeout,
     worker_stacks,
@@ -62,7 +61,7 @@ def test_a_broken_connection_to_a_worker_is_a_data_error_that_names_the_row(kill
         note_row(item)
         return Breaking(kills)
 
-    results = map_in_workers(read, [17], num_workers=1, describe_row=lambda row: f"sample {row} of 3.tar")
+    results = WorkerResults(read, [17], num_workers=1, describe_row=lambda row: f"sample {row} of 3.tar")
     with pytest.raises(DataError, match=r"data worker died or hangs.*reading sample 17 of 3\.tar; if memory"):
         next(results)
 
@@ -80,7 +79,7 @@ def test_a_worker_that_hangs_while_it_is_forked_is_forked_again(monkeypatch):
         return child
 
     monkeypatch.setattr(os, "fork", first_stands_still)
-    assert list(map_in_workers(lambda item: item + 1, [1, 2, 3, 4], num_workers=2)) == [2, 3, 4, 5]
+    assert list(WorkerResults(lambda item: item + 1, [1, 2, 3, 4], num_workers=2)) == [2, 3, 4, 5]
     assert len(children) == 3
     with pytest.raises(ChildProcessError):  # the first process has been waited for
         os.waitpid(children[0], os.WNOHANG)
@@ -111,7 +110,7 @@ def test_a_forked_process_that_was_given_up_does_not_begin_afterwards(monkeypatc
 
     monkeypatch.setattr(os, "fork", first_is_late)
     monkeypatch.setattr(forking.Popen, "kill", kill_late)
-    assert list(map_in_workers(lambda item: item + 1, [1, 2, 3], num_workers=1)) == [2, 3, 4]
+    assert list(WorkerResults(lambda item: item + 1, [1, 2, 3], num_workers=1)) == [2, 3, 4]
     assert len(children) == 2
 
 
@@ -163,7 +162,7 @@ def test_workers_that_never_begin_are_a_data_error(monkeypatch):
     monkeypatch.setattr(os, "fork", stands_still)
     monkeypatch.setattr(forking, "START_WAIT_S", 0.05)
     with pytest.raises(DataError, match=r"5 forked processes did not start to run.*--workers 0"):
-        map_in_workers(lambda item: item, [1], num_workers=1)
+        WorkerResults(lambda item: item, [1], num_workers=1)
 
 
 def test_a_system_that_refuses_processes_is_a_data_error_without_a_traceback(monkeypatch, capfd):
@@ -178,80 +177,29 @@ def test_a_system_that_refuses_processes_is_a_data_error_without_a_traceback(mon
 
     monkeypatch.setattr(os, "fork", one_process)
     with pytest.raises(DataError, match=r"--workers 2: cannot start .*temporarily unavailable.*; set fewer --workers"):
-        map_in_workers(abs, [1], num_workers=2)
+        WorkerResults(abs, [1], num_workers=2)
     assert "Traceback" not in capfd.readouterr().err
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(children[0]).wait(60)
 
 
-def test_a_worker_that_dies_just_before_the_main_thread_waits_is_noticed_at_once(monkeypatch):
-    """The death must be noticed even between the check for deaths and the wait.
-
-    Otherwise the main thread would wait for the whole timeout.
-    """
-    take = WorkerResults._take
-
-    def killed_before(results: WorkerResults) -> Any:
-        (worker,) = results.workers
-        os.kill(worker.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
-        return take(results)
-
+@pytest.mark.parametrize("has_answered", [True, False])
+def test_a_worker_that_dies_before_the_main_thread_waits_is_noticed_at_once(has_answered):
+    """The result of another worker, and one that the worker has sent, can still be taken."""
     set_worker_timeout(5.0)
     try:
-        results = map_in_workers(lambda _: time.sleep(600), [0], num_workers=1)
+        results = WorkerResults(lambda item: time.sleep(0 if item else 600), [1, 2, 0], num_workers=2)
     finally:
         set_worker_timeout(WORKER_TIMEOUT_S)
-    monkeypatch.setattr(WorkerResults, "_take", killed_before)
+    if has_answered:
+        next(results)
+    for worker in results.workers[:1]:
+        time.sleep(0.2)
+        os.kill(worker.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+    assert next(results) is None
     with pytest.raises(DataError, match=r"was killed by signal 9"):
-        next(results)
-
-
-FIRST_WORKER_DIES = """
-import os, signal
-from megaclip.data import workers
-from megaclip.errors import DataError
-
-class Late(workers.DataLoader):
-    def __iter__(self):
-        batches = super().__iter__()
-        os.waitid(os.P_PID, batches._workers[0].pid, os.WEXITED | os.WNOWAIT)
-        return batches
-
-workers.DataLoader = Late
-workers.set_worker_timeout(5.0)
-try:
-    next(workers.map_in_workers(lambda _: os.kill(os.getpid(), signal.SIGKILL), [0], num_workers=1))
-except DataError as error:
-    print(error)
-"""
-
-
-def test_a_worker_that_dies_before_the_loader_is_made_is_noticed_at_once():
-    """The death must be reported as a DataError although the process has no other loader.
-
-    Otherwise torch's own handler of SIGCHLD raises an exception while the loader is created.
-    """
-    done = subprocess.run([sys.executable, "-c", FIRST_WORKER_DIES], capture_output=True, text=True, timeout=300)
-    assert "a data worker died or hangs" in done.stdout and "timed out" not in done.stdout, done.stderr
-
-
-@pytest.mark.timeout(300)
-def test_a_worker_killed_while_it_checks_whether_to_end_leaves_no_lock():
-    """If the worker left torch's event locked, the main process would wait for this lock for ever."""
-
-    def dies(_: Any) -> None:
-        loop = sys._getframe()
-        while "done_event" not in loop.f_locals:
-            loop = loop.f_back
-        for lock in [value for value in vars(loop.f_locals["done_event"]).values() if hasattr(value, "acquire")]:
-            lock.acquire()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    results = map_in_workers(dies, [0], num_workers=1)
-    with pytest.raises(DataError, match="a data worker died"):
-        next(results)
-    results.close()
+        list(results)
 
 
 def test_a_killed_worker_of_a_loader_is_named_with_sample_and_shard(pairs, monkeypatch):
@@ -273,7 +221,7 @@ def kill_a_worker_at_random(trial: int) -> str:
     """Return the type of the exception that ends the reading when a worker is killed at a random time."""
     generator = random.Random(trial)
     workers = generator.choice([1, 2, 3])
-    results = map_in_workers(lambda item: torch.full((1000,), item), range(10**6), num_workers=workers)
+    results = WorkerResults(lambda item: torch.full((1000,), item), range(10**6), num_workers=workers)
     next(results)
     victim = generator.choice(results.workers)
     kill_after = time.monotonic() + generator.uniform(0, 0.05)
@@ -284,7 +232,7 @@ def kill_a_worker_at_random(trial: int) -> str:
                 os.kill(victim.pid, signal.SIGKILL)
                 victim = None
     except Exception as error:
-        results.close()  # while the traceback still holds torch's iterator
+        results.close()
         assert not any(worker.is_alive() for worker in results.workers)
         return type(error).__name__
 
@@ -327,7 +275,7 @@ def test_the_stacks_of_workers_show_where_they_hang(monkeypatch):
             ctypes.CDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
         return item
 
-    results = map_in_workers(stands, range(9), num_workers=2, describe_row=lambda row: f"sample {row} of 3.tar")
+    results = WorkerResults(stands, range(9), num_workers=2, describe_row=lambda row: f"sample {row} of 3.tar")
     assert [next(results), next(results)] == [0, 1]
     deadline = time.monotonic() + 60
     while min(results._rows) < 2 and time.monotonic() < deadline:
@@ -372,22 +320,20 @@ def test_the_stacks_of_a_worker_that_is_paused_while_it_writes_them_are_complete
 def test_a_worker_that_hangs_is_a_data_error_after_the_timeout_that_was_set():
     set_worker_timeout(1.0)
     try:
-        results = map_in_workers(lambda _: time.sleep(600), [0], num_workers=1)
+        results = WorkerResults(lambda _: time.sleep(600), [0], num_workers=1)
     finally:
         set_worker_timeout(WORKER_TIMEOUT_S)
     began = time.monotonic()
-    with pytest.raises(DataError, match="timed out after 1"):
+    with pytest.raises(DataError, match="no result within 1 s"):
         next(results)
     assert time.monotonic() - began < 60
 
 
 KILLED = """
-import os, signal, time, torch
-from torch.utils.data import _utils
-from megaclip.data.workers import map_in_workers
+import os, signal, torch
+from megaclip.data.workers import WorkerResults
 
-_utils.worker.MP_STATUS_CHECK_INTERVAL = 0.2
-results = map_in_workers(lambda _: torch.zeros(2**20), range(100), num_workers=2)
+results = WorkerResults(lambda _: torch.zeros(2**20), range(100), num_workers=2)
 next(results)
 print(*(worker.pid for worker in results.workers), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
