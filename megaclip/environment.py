@@ -27,9 +27,6 @@ _NUMBERS = {
 """Variables that are integers, with the smallest and the largest value. DEEPSPEED_TIMEOUT is in minutes."""
 _OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 """Variables in which mpirun and srun set the number of their processes."""
-_MAX_TEMPORARY = 70
-"""Longest path of the folder for temporary files, in bytes. Data workers create sockets in it, whose paths may have 107
-bytes."""
 
 
 def check_environment(*, joins_ranks: bool, variables: Mapping[str, str] = os.environ) -> None:
@@ -109,15 +106,10 @@ def _is_known(address: str) -> bool:
 
 
 def _check_temporary_files(folder: str | None) -> None:
-    """Raise ConfigError if temporary files or the sockets of data workers cannot be created."""
+    """Raise ConfigError if temporary files cannot be created."""
     try:
         tempfile.TemporaryFile(dir=folder or None).close()
     except OSError as error:
         raise ConfigError(
             f"TMPDIR is {folder!r}: {os_reason(error)}; set it to a folder that can be written, or unset it"
         ) from None
-    length = len(os.fsencode(folder or tempfile.gettempdir()))
-    if length > _MAX_TEMPORARY:
-        raise ConfigError(
-            f"TMPDIR has {length} bytes, and data workers create sockets in it; use a path of at most {_MAX_TEMPORARY}"
-        )
