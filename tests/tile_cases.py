@@ -310,24 +310,24 @@ def check_distillation_loss(implementation: Implementation, case: TileCase, devi
         inputs = [each.requires_grad_() for each in (x, y, scale)]
         if dtype == case.dtype:
             with poisoned_allocations():
-                loss = DistillationLoss(tiles=_options(case, implementation))(*inputs, u, v, 40.0)
+                options = {"implementation": implementation, "tile_budget_mib": case.budget_mib}
+                loss = DistillationLoss(**options)(*inputs, u, v, 40.0)
                 results.append([loss, *torch.autograd.grad(loss, inputs)])
         else:
             s, t = scale * x @ y.T, 40.0 * u @ v.T
             each = (F.kl_div(s.log_softmax(d), t.log_softmax(d), log_target=True, reduction="sum") for d in (0, 1))
             loss = sum(each) / (2 * case.m)
             results.append([loss, *torch.autograd.grad(loss, inputs)])
-    bounds = VALUE, GRADIENT, GRADIENT, GRADIENT
-    for got, wanted, bound, name in zip(*results, bounds, ("loss", "dx", "dy", "dscale"), strict=True):
-        assert_close(got, wanted, bound[case.dtype], name)
+    for got, wanted, name in zip(*results, ("loss", "dx", "dy", "dscale"), strict=True):
+        assert_close(got, wanted, _gradient_bound(case, device), name)  # the value is a sum of gradients too
 
 
+# Small enough for the interpreter.
 DISTILLATION_CASES = [
     TileCase(1, 1, 16, dtype=torch.float32),
     TileCase(63, 63, 16, dtype=torch.float32, scale=100.0),
-    TileCase(130, 130, 17),
-    TileCase(520, 520, 16, dtype=torch.float16),
-    TileCase(200, 200, 16, dtype=torch.float32, budget_mib=0.2),
+    TileCase(70, 70, 17),
+    TileCase(70, 70, 24, dtype=torch.float16, budget_mib=0.02),
 ]
 
 # One side at a time, and non-zero accumulators, with one block and with several blocks.

@@ -120,6 +120,7 @@ def distributed_grads(
     ids: Ids | None = None,
     limits: Limits | None = None,
     positives: bool = True,
+    values: tuple[Tensor, Tensor] | None = None,
 ) -> BatchGrads:
     """Return the gradient tile summed over the whole batch, for this rank's rows and columns.
 
@@ -127,11 +128,18 @@ def distributed_grads(
     i != j of P_ij x_i`. The dots are sums over the whole batch too. The results carry no factor W.
 
     x, y: local features (b, D). row, col: per local row or column (b,), or numbers that are equal on all ranks. y_all,
-    ids, limits: as in `distributed_stats`.
+    ids, limits: as in `distributed_stats`. values: (b, C) each, the matrices that P is multiplied with instead of x and
+    y: `dx = P values[1]`, `dy = P^T values[0]`. They are sent with the features, so y_all is None.
     """
+    width = x.shape[1]
+    if values is not None:
+        x, y = (torch.cat(pair, dim=1) for pair in zip((x, y), values, strict=True))
 
     def tile(x: Tensor, y: Tensor, row: Sequence[Scalars], col: Sequence[Scalars], **options: Any) -> _Gradients:
         options |= {"need_dots": way.need_dots, "options": way.tiles}
+        if values is not None:
+            options["values"] = x[:, width:], y[:, width:]
+            x, y = x[:, :width], y[:, :width]
         dx, dy, row_dot, col_dot = tile_grads(x, y, Terms(*row), Terms(*col), **options)
         return dx, dy, _given(row_dot), _given(col_dot)
 

@@ -88,6 +88,7 @@ def tile_grads(
     diagonal: int | None = None,
     ids: Ids | None = None,
     limits: Limits | None = None,
+    values: tuple[Tensor, Tensor] | None = None,
     need_dx: bool = True,
     need_dy: bool = True,
     need_dots: bool = True,
@@ -102,13 +103,15 @@ def tile_grads(
 
     x, y, diagonal, ids, limits, errors: as in `tile_stats`.
     row: numbers or (m,). col: numbers or (n,). A direction whose scale, shift and weight are 0 is left out.
+    values: (m, C) and (n, C) of the features' dtype: `dx = P values[1]` (m, C) and `dy = P^T values[0]` (n, C). None: x
+        and y.
     need_dx, need_dy: False saves the product of that side, which is then returned as None.
     need_dots: False saves the sums of both dots, which are then None. Their total is also `sum(x * dx)`.
-    add_to: contiguous tensors (m, D) and (n, D) in the dtype of the results. dx and dy are added to them in place, and
-        they are returned. None allocates a new tensor.
+    add_to: contiguous tensors with shape and dtype of dx and dy, which are added to them in place. They are returned.
+        None allocates a new tensor.
     """
     dtype = _check_features(x, y, options, ids)
-    _check_accumulators(add_to, x, y, dtype)
+    _check_accumulators(add_to, *(values or (x, y)), dtype)
     run, more = _implementation(options, x, limits)
     row_vectors, col_vectors = _term_vectors(row, _ROW_NAMES, x, dtype), _term_vectors(col, _COL_NAMES, y, dtype)
     with _plain_arithmetic(x):
@@ -119,6 +122,7 @@ def tile_grads(
             col_vectors,
             diagonal=diagonal,
             ids=ids,
+            values=values,
             need_dx=need_dx,
             need_dy=need_dy,
             need_dots=need_dots,

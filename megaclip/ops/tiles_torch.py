@@ -66,6 +66,7 @@ def tile_grads(
     *,
     diagonal: int | None,
     ids: Ids | None,
+    values: tuple[Tensor, Tensor] | None,
     need_dx: bool,
     need_dy: bool,
     need_dots: bool,
@@ -74,8 +75,10 @@ def tile_grads(
     limits: Limits | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return dx (m, D), dy (n, D), row_dot (m,) and col_dot (n,); see `megaclip.ops.tiles.tile_grads`."""
-    dx, dy = _accumulators(x, y, row.scale, need_dx, need_dy, add_to)
+    values = values or (x, y)
+    dx, dy = _accumulators(*values, row.scale, need_dx, need_dy, add_to)
     row_dot, col_dot = (torch.zeros_like(terms.scale) if need_dots else None for terms in (row, col))
+    values = operands(*values, options.precision)
     x, y = operands(x, y, options.precision)
     side = tile_side(options.tile_budget_mib, _GRADS_BUFFERS, row.scale.dtype)
     with tf32(options.precision == "tf32"):
@@ -90,7 +93,7 @@ def tile_grads(
                 col_mn.masked_fill_(s_mn > limits[1][None, cols], 0.0)
             if col_dot is not None:
                 col_dot[cols] += (col_mn * s_mn).sum(0)
-            _add_products(dx, dy, p_mn.add_(col_mn).to(x.dtype), x, y, rows, cols)
+            _add_products(dx, dy, p_mn.add_(col_mn).to(x.dtype), *values, rows, cols)
     return dx, dy, row_dot, col_dot
 
 

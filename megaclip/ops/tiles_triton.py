@@ -86,6 +86,7 @@ def tile_grads(
     *,
     diagonal: int | None,
     ids: Ids | None,
+    values: tuple[Tensor, Tensor] | None,
     need_dx: bool,
     need_dy: bool,
     need_dots: bool,
@@ -101,7 +102,9 @@ def tile_grads(
     tiling = Tiling(x, y, "grads", diagonal, ids, options)
     tile = tiling.tile
     row_shift, col_shift = row.shift.contiguous(), col.shift.contiguous()
-    products = _GradientProducts(x, y, need_dx, need_dy, add_to)
+    if values is not None:
+        values = values[0].to(tiling.p_dtype), values[1].to(tiling.p_dtype)
+    products = _GradientProducts(x, y, need_dx, need_dy, add_to, values)
     with _launching(tiling):
         row_limits, col_limits = _tile_limits(x, y, row.scale, col.scale, (row_shift, col_shift), tile)
         for block in tiling.blocks(tiling.p_dtype.itemsize, keeps_tile=True):
@@ -173,27 +176,39 @@ class _GradientProducts:
     """Add P y to dx and P^T x to dy, float32, block after block.
 
     add_to: the tensors to add to. Where one is None, a new tensor is allocated, and the first block of its rows or
-    columns writes instead of adding.
+    columns writes instead of adding. values: the matrices to multiply with. None: those of the blocks, of x and y.
     """
 
-    def __init__(self, x: Tensor, y: Tensor, need_dx: bool, need_dy: bool, add_to: Accumulators):
+    def __init__(
+        self,
+        x: Tensor,
+        y: Tensor,
+        need_dx: bool,
+        need_dy: bool,
+        add_to: Accumulators,
+        values: tuple[Tensor, Tensor] | None = None,
+    ):
         new = torch.empty if len(x) and len(y) else torch.zeros  # without rows or columns no block writes
+        self._values = values
         self._adds = tuple(total is not None for total in add_to)
         self.dx, self.dy = (
             (new(features.shape, dtype=torch.float32, device=x.device) if total is None else total) if needed else None
-            for needed, features, total in ((need_dx, x, add_to[0]), (need_dy, y, add_to[1]))
+            for needed, features, total in zip((need_dx, need_dy), values or (x, y), add_to, strict=True)
         )
 
     def add(self, block: Block) -> None:
         """Add the products of one block."""
         assert block.p is not None
         adds_dx, adds_dy = self._adds
+        x, y = block.x.product, block.y.product
+        if self._values is not None:
+            x, y = part(self._values[0], block.rows), part(self._values[1], block.cols)
         if self.dx is not None:
             accumulate = adds_dx or block.cols.start > 0
-            _add_product(part(self.dx, block.rows), block.p, block.y.product, accumulate=accumulate)
+            _add_product(part(self.dx, block.rows), block.p, y, accumulate=accumulate)
         if self.dy is not None:
             accumulate = adds_dy or block.rows.start > 0
-            _add_product(part(self.dy, block.cols), block.p.T, block.x.product, accumulate=accumulate)
+            _add_product(part(self.dy, block.cols), block.p.T, x, accumulate=accumulate)
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from megaclip.comm.groups import group_rank, group_size, resolve
 from megaclip.losses.distillation import DistillationLoss
 from megaclip.open_clip_package import import_open_clip
-from megaclip.ops.types import TileOptions
 from tests.distributed.harness import or_traceback, run_ranks
 from tests.tolerances import GRADIENT, VALUE, compare, exceeded
 
@@ -71,7 +70,7 @@ def evaluate(case: Case) -> Result:
     scale = torch.tensor([case.scale], dtype=torch.promote_types(case.dtype, torch.float32)).requires_grad_()
     x.requires_grad_(), y.requires_grad_()
     group = resolve()
-    loss = DistillationLoss(group=group, tiles=TileOptions(tile_budget_mib=case.tile_budget_mib))
+    loss = DistillationLoss(group=group, tile_budget_mib=case.tile_budget_mib)
     value = loss(x, y, scale, u, v, TEACHER_SCALE)
     (3 * value).backward()
     return Result(value.detach(), x.grad / ranks / 3, y.grad / ranks / 3, scale.grad / 3)
@@ -116,7 +115,7 @@ def test_memory_grows_linearly_with_the_batch():
     case = Case(1000, torch.float32, tile_budget_mib=0.5)
     features = whole_batch(case, 1)
     features[0].requires_grad_()
-    loss = DistillationLoss(tiles=TileOptions(tile_budget_mib=case.tile_budget_mib))
+    loss = DistillationLoss(tile_budget_mib=case.tile_budget_mib)
     with torch.profiler.profile(profile_memory=True, record_shapes=False) as profile:
         loss(*features[:2], 30.0, *features[2:], 30.0).backward()
     largest = max(event.cpu_memory_usage for event in profile.events() if event.name.startswith("aten::"))
