@@ -20,16 +20,19 @@ from megaclip.planner.losses import megaclip_loss_bytes
 from megaclip.planner.workload import EvaluationSets
 from tests.unit.planner.planner_cases import H200, MIB, workload
 
-# tools/bench_loss.py on one and four H200s with bf16 features: MiB in addition to the features.
+# tools/bench_loss.py on one and four H200s or H100s with bf16 features: MiB in addition to the features.
 MEASURED_MIB = {
     ("ring feature", 8192, 512, 1): 160,
     ("ring feature", 32768, 512, 1): 257,
     ("ring feature", 32768, 1024, 1): 385,
-    ("ring feature", 32768, 512, 4): 514,
+    ("ring feature", 8192, 512, 4): 208,
+    ("ring feature", 32768, 512, 4): 449,
+    ("ring feature", 65536, 512, 4): 769,
+    ("ring feature", 262144, 512, 4): 3077,
+    ("ring feature", 1048576, 512, 4): 12308,
     ("ring scalar", 32768, 512, 4): 386,
     ("all_gather feature", 32768, 512, 4): 578,
     ("all_gather scalar", 32768, 512, 4): 514,
-    ("ring feature bf16", 32768, 512, 4): 450,
     ("all_gather feature bf16", 32768, 512, 4): 674,
     ("siglip ring feature bf16", 16384, 768, 4): 326,
     ("siglip all_gather feature bf16", 16384, 768, 4): 504,
