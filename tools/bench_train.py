@@ -127,7 +127,11 @@ def main(argv: list[str] | None = None) -> int:
         "--precision", choices=["pure_bf16", "amp_bf16", "fp32"], default="pure_bf16", help="precision of open_clip"
     )
     parser.add_argument(
-        "--deepspeed_config", type=Path, help="ds_config.json (default: ZeRO-1) for everything except the batch"
+        "--deepspeed_config",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="ds_config.json (default: ZeRO-1) for everything except the batch; of several, open_clip takes the first",
     )
     parser.add_argument(
         "--caption-lengths",
@@ -162,13 +166,13 @@ def main(argv: list[str] | None = None) -> int:
     if options.kernels and not torch.cuda.is_available():
         parser.error("--kernels requires a GPU")
     try:
-        base = json.loads(options.deepspeed_config.read_text()) if options.deepspeed_config else DEFAULT_CONFIG
+        bases = {str(path): json.loads(path.read_text()) for path in options.deepspeed_config}
     except (OSError, ValueError) as error:
-        print(f"error: cannot read {options.deepspeed_config}: {error}", file=sys.stderr)
+        print(f"error: cannot read {' or '.join(map(str, options.deepspeed_config))}: {error}", file=sys.stderr)
         return 1
     start_process_group()
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(options, base, Path(folder))
+        bench = Bench(options, bases or {"default": DEFAULT_CONFIG}, Path(folder))
         try:
             if options.open_clip_source:
                 use_source(options.open_clip_source)
@@ -194,9 +198,10 @@ def print_rank_0(line: str) -> None:
 class Bench:
     """Measures and keeps all rows of one command."""
 
-    def __init__(self, options: argparse.Namespace, base: dict[str, Any], folder: Path) -> None:
+    def __init__(self, options: argparse.Namespace, bases: dict[str, dict[str, Any]], folder: Path) -> None:
         self.options = options
-        self.base = base
+        self.bases = bases
+        self.name, self.base = next(iter(bases.items()))
         self.folder = folder
         self.device = torch.device(get_accelerator().current_device_name())
         self.rows: list[Row] = []
@@ -207,13 +212,15 @@ class Bench:
         shown += f"{'start s':>9}{'first s':>9}"
         print_rank_0(f"{self.options.model}, {dist.get_world_size()} rank(s), micro-batch {self.options.micro_batch}")
         print_rank_0(f"{'method':24}{'batch':>10}{'micro':>7}{shown}")
-        if self.options.largest:
-            for method in self.options.methods:
-                self._largest(method)
-            return
-        for batch in self.options.batch:
-            for method in self.options.methods:
-                self._keep(self._measure(method, batch))
+        first = self.name
+        for batch in self.options.batch[: 1 if self.options.largest else None]:
+            for name in self.bases:
+                self.name, self.base = name, self.bases[name]
+                for method in self.options.methods if name == first else ["megaclip"]:
+                    if self.options.largest:
+                        self._largest(method)
+                    else:
+                        self._keep(self._measure(method, batch))
 
     def _measure(self, method: str, batch: int, *, probe: bool = False) -> Row:
         """Measure steps of one method at one batch."""
@@ -391,7 +398,7 @@ class Bench:
             exchange=section.get("exchange", "auto") if ours else "all_gather",
             data_offload=section.get("data_offload", "auto") if ours else "gpu",
             kept_graphs=[],
-            config=str(self.options.deepspeed_config or "default"),
+            config=self.name,
             ds_config=config,
             caption_lengths="data" if self.options.train_data else self.options.caption_lengths,
         )

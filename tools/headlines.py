@@ -40,8 +40,10 @@ from megaclip.commands.plan import add_machine_flags  # modules that import torc
 Options = argparse.Namespace
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("megaclip ring feature", "megaclip all_gather feature", "megaclip ring feature bf16")
-FIGURES = """status method batch milliseconds extra_peak_mib step_s samples_per_s peak_mib planned_s planned_mib
-first_step_s kept_graphs test seconds properties"""
+ONE_GPU = 'CUDA_VISIBLE_DEVICES="$(cut -d, -f$((LOCAL_RANK + 1)) <<< "$CUDA_VISIBLE_DEVICES")" LOCAL_RANK=0'
+"""Each rank sees its own GPU only, so that torch.compile compiles once for all ranks and numbers of ranks."""
+FIGURES = """status method batch zero_stage milliseconds extra_peak_mib step_s samples_per_s peak_mib
+planned_s planned_mib first_step_s kept_graphs test seconds properties"""
 
 
 @dataclass(frozen=True)
@@ -278,20 +280,20 @@ def train(options: Options, part: str, name: str, gpus: int, of: tuple[str, int,
     if options.tiny:
         words = ["--model", "demo-tiny", "--batch", str(32 * gpus), "--micro-batch", "8", "--precision", "fp32", *flags]
         words += ["--compile", "false", "--workers", "0", "--steps", "1"]
-    return Command(part, name, gpus, (str(ROOT / "tools/bench_train.py"), *words))
+    return Command(part, name, gpus, (str(ROOT / "tools/bench_train.py"), *words), ONE_GPU)
 
 
-def config(folder: Path, options: Options, stage: int, tensor_ranks: int = 1) -> tuple[str, str]:
-    """Write the ds_config.json of tools/bench_train.py with these settings. Return the flag that names it."""
+def config(folder: Path, options: Options, stage: int, **settings: Any) -> str:
+    """Write the ds_config.json of tools/bench_train.py with these settings of megaclip. Return its path."""
     from bench_train import DEFAULT_CONFIG
 
-    section = DEFAULT_CONFIG["megaclip"] | {"tensor_parallel_size": tensor_ranks}
+    section = DEFAULT_CONFIG["megaclip"] | settings
     changed = DEFAULT_CONFIG | {"zero_optimization": {"stage": stage}, "megaclip": section}
     if not options.tiny:
         changed |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
-    path = folder / f"zero{stage}_tensor{tensor_ranks}.json"
+    path = folder / f"{'_'.join([f'zero{stage}', *(f'{name}_{value}' for name, value in settings.items())])}.json"
     path.write_text(json.dumps(changed))
-    return "--deepspeed_config", str(path)
+    return str(path)
 
 
 def steps_commands(options: Options, folder: Path) -> Iterator[Command]:
@@ -299,7 +301,6 @@ def steps_commands(options: Options, folder: Path) -> Iterator[Command]:
     for model, batch, micro, steps, methods in (
         ("ViT-B-16", 1024 * options.gpus, 1024, 3, both),
         ("ViT-B-32", 32768, 2048, 3, both),
-        ("ViT-B-16", 4096 * options.gpus, 512, 3, both),
         ("ViT-L-14", 65536, 256, 1, both),
         ("ViT-B-32", 196608, 2048, 1, both),
         ("ViT-L-14", 2**20, 256, 0, ["--methods", "megaclip"]),
@@ -309,13 +310,14 @@ def steps_commands(options: Options, folder: Path) -> Iterator[Command]:
 
 
 def scaling_commands(options: Options, folder: Path) -> Iterator[Command]:
+    stages = [config(folder, options, stage) for stage in (1, 3, 2)]
+    plain = [config(folder, options, stage, coalesce_gradient_reduction=False) for stage in (1, 3)]
     for count in (1, 2, 4, 8):
-        for name in ("ZeRO-1", "open_clip", "ZeRO-3", "ZeRO-2"):
-            if count <= options.gpus:
-                method, stage = ("open_clip_compiled", 1) if name == "open_clip" else ("megaclip", int(name[-1]))
-                flags = [*config(folder, options, stage), "--methods", method, "--compile", "true", "--steps", "3"]
-                of = ("ViT-B-16", 4096 * count, 512)
-                yield train(options, "scaling", f"{name} on {count}", count, of, *flags)
+        for name, configs in (("ViT-B-16", stages), ("uncoalesced", plain)):
+            if count == options.gpus or (count < options.gpus and configs is stages):
+                methods = ["megaclip", *(["open_clip_compiled"] if configs is stages else [])]
+                flags = ["--deepspeed_config", *configs, "--methods", *methods, "--compile", "true", "--steps", "3"]
+                yield train(options, "scaling", f"{name} on {count}", count, ("ViT-B-16", 4096 * count, 512), *flags)
 
 
 def tensor_commands(options: Options, folder: Path) -> Iterator[Command]:
@@ -323,7 +325,8 @@ def tensor_commands(options: Options, folder: Path) -> Iterator[Command]:
     for model, micro, extra in (("ViT-bigG-14", 64, []), ("ViT-5B-14", 32, ["--checkpointing"])):
         for size in (2, 1, 4, 8):
             if size <= options.gpus:
-                flags = [*config(folder, options, 1, size), "--methods", "megaclip", *extra, "--keep-graphs", "0"]
+                setting = config(folder, options, 1, tensor_parallel_size=size)
+                flags = ["--deepspeed_config", setting, "--methods", "megaclip", *extra, "--keep-graphs", "0"]
                 of = (model, 2 * micro * options.gpus, micro)
                 yield train(options, "tensor-parallel", f"{model} T={size}", options.gpus, of, *flags)
 

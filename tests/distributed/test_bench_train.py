@@ -138,7 +138,7 @@ def measured_steps(compiling: list[set[int]], folder: Path) -> list[tuple[int, i
     sizes = {"batch": 4, "micro_batch": 4, "text_micro_batch": None, "checkpointing": False, "compile": None}
     others = {"precision": "fp32", "deepspeed_config": None, "data_offload": None, "keep_graphs": None}
     options = Namespace(model="x", steps=2, seconds=60, train_data=[], caption_lengths="full", **sizes, **others)
-    bench, found = Bench(options, DEFAULT_CONFIG, folder), []
+    bench, found = Bench(options, {"default": DEFAULT_CONFIG}, folder), []
     for numbers in compiling:
         row = bench._describe("megaclip", bench._config(4))
         steps: Any = Steps(numbers)
