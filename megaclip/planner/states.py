@@ -104,7 +104,8 @@ def _stages_0_to_2(workload: Workload) -> States:
             states.reduction = min(workload.trained, 5e8) * workload.compute_bytes
         return states
     states.bucket = 0.0
-    if zero.contiguous_gradients or workload.offload_optimizer != "none":
+    is_reduced = replicas > 1 or workload.gradient_bytes != workload.compute_bytes  # see zero/update.py
+    if (zero.contiguous_gradients and is_reduced) or workload.offload_optimizer != "none":
         states.bucket = zero.reduce_bucket_size * workload.compute_bytes * (2 if zero.overlap_comm else 1)
     filled = min(zero.reduce_bucket_size, workload.trained)
     states.reduction = filled * workload.compute_bytes

@@ -62,7 +62,7 @@ class DeepSpeedPasses:
 
     def state_of_graph(self) -> dict[nn.Module, int]:
         """Return the counts that the last forward pass has left in the modules; none below ZeRO-3."""
-        modules = self.engine.module.modules()
+        modules = self.engine.module.modules() if self.engine.zero_optimization_stage() == 3 else ()
         return {module: count for module in modules if (count := vars(module).get("ds_grads_remaining"))}
 
     def resume_graph(self, state: dict[nn.Module, int]) -> None:

@@ -10,6 +10,8 @@ below are replaced by methods that handle all tensors at once:
 * ZeRO-1 and 2, `unscale_and_clip_grads`: the same factor, without the check that waits for the GPU.
 * ZeRO-1 and 2, `_update_model_bit16_weights`: skipped if every weight is already in its flat buffer, as after every
   step.
+* ZeRO-1 and 2, `reduce_independent_p_g_buckets_and_remove_grads`: skipped on one data-parallel rank, where DeepSpeed
+  would copy each gradient into a bucket and back.
 * ZeRO-3, `_get_norm_groups`: one grouped norm and one all-reduce for all sub-groups.
 
 The results are DeepSpeed's: the norm accumulates in float64, and a norm that is not finite is reported as infinite.
@@ -44,6 +46,8 @@ def group_kernels(engine: DeepSpeedEngine) -> None:
         engine.clip_fp32_gradients = functools.partial(_clip_by_known_norm, engine)
     elif type(optimizer) is DeepSpeedZeroOptimizer and not optimizer.cpu_offload:
         optimizer.__class__ = GroupedStages1And2
+        if dist.get_world_size(group=optimizer.dp_process_group) == 1:
+            optimizer.leave_gradients()
     elif type(optimizer) is DeepSpeedZeroOptimizer_Stage3 and _can_group(optimizer):
         optimizer.__class__ = GroupedStage3
     else:
@@ -67,6 +71,15 @@ def _clip_by_known_norm(engine: DeepSpeedEngine) -> None:
 
 class GroupedStages1And2(DeepSpeedZeroOptimizer):
     """DeepSpeed's optimizer of ZeRO-1 and 2, without optimizer offload, in float32 or bf16 (loss scale 1)."""
+
+    def leave_gradients(self) -> None:
+        """Use the gradients where autograd has left them. There is one rank, so they are the averages over all ranks.
+
+        Gradients that add up in float32 beside bf16 weights are excepted: DeepSpeed adds them while it reduces them.
+        """
+        if not any(map(self._use_compact_grad_partition_buffer, range(len(self.bit16_groups)))):
+            self.contiguous_gradients = False  # no bucket
+            self.reduce_independent_p_g_buckets_and_remove_grads = lambda parameter, group: None
 
     def scaled_global_norm(self, norm_type: float = 2) -> Tensor:
         """Return the norm of the gradients of all ranks, () float32; infinite if it is not finite."""

@@ -146,6 +146,28 @@ def test_the_grouped_classes_run_unless_the_optimizer_is_offloaded(trained, name
         assert (ours.kind, own.kind) == (grouped.__name__, grouped.__base__.__name__)
 
 
+def with_and_without_reduction(cases: dict[str, Case]) -> dict[str, Any]:
+    def reduced(case: Case) -> Steps:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(GroupedStages1And2, "leave_gradients", lambda self: None)
+            return take_steps(case, grouped=True)
+
+    return {
+        name: or_traceback(lambda case=case: (take_steps(case, grouped=True), reduced(case)))
+        for name, case in cases.items()
+    }
+
+
+def test_gradients_that_one_rank_leaves_where_they_are_have_the_bits_of_reduced_ones():
+    names = ["zero1 bf16 coalesced", "zero2 bf16 clipped", "zero2 bf16 summed in fp32", "zero2 clipped"]
+    (outcomes,) = run_ranks(with_and_without_reduction, 1, {name: CASES[name] for name in names})
+    for result in outcomes.values():
+        assert isinstance(result, tuple), result
+        ours, reduced = result
+        assert ours.norms == reduced.norms
+        assert all(np.array_equal(value, reduced.masters[name]) for name, value in ours.masters.items())
+
+
 # --- Tensor parallelism: parameters that every rank of a replica holds whole count once. ---
 
 SPLIT = {
