@@ -3,12 +3,13 @@
     python tools/bench_run.py --model ViT-B-16 --batch 1024 --workers 14
     python tools/bench_run.py --model ViT-B-32 --batch 4096 --gpus 2 --workers 8 --only megaclip
 
-It writes shards of JPEGs as img2dataset does (shorter side 384, quality 90, about 67 KB, one caption each), and starts
-each trainer on them with the same model, batch, workers, bf16 and torch.compile. A row has the samples per second over
-the last half of the steps, by the trainer's own log; the milliseconds of a step in which MegaCLIP waited for data (its
-`wait`); the CPU time of the first rank without its workers, as a share of the time; the seconds from the start of the
-process to the first line of a step; and the largest memory that was taken on the host. open_clip's trainer requires
-webdataset <= 0.2.86, and at least as many shards of 512 samples as workers.
+It writes shards of JPEGs as img2dataset does (shorter side 384, quality 90, about 67 KB), with captions of the lengths
+of tools/bench_train.py, and starts each trainer on them with the same model, batch, workers, bf16 and torch.compile. A
+row has the samples per second over the last half of the steps, by the trainer's own log; the milliseconds of a step in
+which MegaCLIP waited for data (its `wait`); the CPU time of the first rank without its workers, as a share of the time;
+the seconds from the start of the process to the first line of a step; and the largest memory that was taken on the
+host. The row `synthetic` has the steps of tools/bench_train.py, equally many and without decoding. open_clip's trainer
+requires webdataset <= 0.2.86, and at least as many shards of 512 samples as workers.
 """
 
 import argparse
@@ -28,11 +29,16 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+from bench_samples import synthetic_captions
 from PIL import Image
 
 SHARD = 512
 """Samples of a shard."""
-RATES = {"megaclip": re.compile(r"samples/s (\d+)"), "open_clip": re.compile(r"([\d.]+)/s, [\d.]+/s/gpu")}
+RATES = {
+    "megaclip": re.compile(r"samples/s (\d+)"),
+    "synthetic": re.compile(r"step \d+ in [\d.]+ s, (\d+) samples/s"),
+    "open_clip": re.compile(r"([\d.]+)/s, [\d.]+/s/gpu"),
+}
 """Samples per second of all GPUs in a line of a trainer's log."""
 WAIT = re.compile(r"wait ([\d.]+)s")
 HEAD = "| trainer | samples/s | wait, ms | CPU of a rank | seconds to the first step | GiB of the host |"
@@ -41,6 +47,7 @@ HEAD = "| trainer | samples/s | wait, ms | CPU of a rank | seconds to the first 
 def write_shard(path: Path, side: int) -> None:
     """Write one shard of smooth pictures with noise, in which no two are equal."""
     generator = np.random.default_rng(int(path.stem))
+    captions = synthetic_captions("realistic", 77)
     with tarfile.open(path, "w") as tar:
         for number in range(SHARD):
             coarse = generator.integers(0, 256, (12, 15, 3), dtype=np.uint8)
@@ -48,8 +55,7 @@ def write_shard(path: Path, side: int) -> None:
             noise = generator.normal(0, 8.5, picture.shape)
             jpeg = io.BytesIO()
             Image.fromarray((picture + noise).clip(0, 255).astype(np.uint8)).save(jpeg, "jpeg", quality=90)
-            caption = f"picture {number} of shard {path.stem}".encode()
-            for extension, content in (("jpg", jpeg.getvalue()), ("txt", caption)):
+            for extension, content in (("jpg", jpeg.getvalue()), ("txt", captions[number].encode())):
                 member = tarfile.TarInfo(f"{path.stem}{number:04d}.{extension}")
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
@@ -66,7 +72,14 @@ def commands(arguments: argparse.Namespace, data: Path, logs: Path) -> dict[str,
         *("--deepspeed-config", arguments.config, "--logs", str(logs), "--name", "megaclip"),
         *("--train-steps", str(arguments.steps), "--save-frequency", "0", "--log-every-n-steps", "5"),
         *("--set", f"train_batch_size={total}", f"train_micro_batch_size_per_gpu={arguments.batch}"),
+        f"megaclip.compile={str(not arguments.no_compile).lower()}",  # not "auto": a short run would not compile
         *arguments.megaclip_flags,
+    ]
+    synthetic = [
+        *(*launcher, "tools/bench_train.py", "--methods", "megaclip", "--model", arguments.model),
+        *("--batch", str(total), "--micro-batch", str(arguments.batch), "--steps", str(arguments.steps)),
+        *("--deepspeed_config", arguments.config, "--workers", str(arguments.workers)),
+        *("--compile", str(not arguments.no_compile).lower()),
     ]
     open_clip = [
         *(*launcher, "--no_local_rank", "--module", "open_clip_train.main", *common),
@@ -77,7 +90,7 @@ def commands(arguments: argparse.Namespace, data: Path, logs: Path) -> dict[str,
         *(["--dataset-resampled"] if arguments.steps * total > arguments.samples else []),
         *([] if arguments.no_compile else ["--torchcompile"]),
     ]
-    return {"megaclip": megaclip, "open_clip": open_clip}
+    return {"megaclip": megaclip, "synthetic": synthetic, "open_clip": open_clip}
 
 
 def measure(name: str, command: list[str]) -> str:
@@ -125,7 +138,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--samples", type=int, default=16384, help="JPEGs, read again and again")
     parser.add_argument("--side", type=int, default=384, help="shorter side of the JPEGs")
-    parser.add_argument("--config", default="zero1", help="MegaCLIP's ds_config.json")
+    parser.add_argument("--config", default="ds_configs/zero1.json", help="MegaCLIP's ds_config.json")
     parser.add_argument("--precision", default="pure_bf16", help="open_clip's")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--only", nargs="*", choices=RATES, default=list(RATES))

@@ -291,7 +291,10 @@ class Bench:
             if number >= MEASURED_STEPS and not compiled:
                 measured.append(number)
             noted = " (torch.compile ran)" if compiled else ""
-            print_rank_0(f"  {row.method} {row.batch}: step {number} in {took:.3f} s{noted}, loss {losses[-1]:.5f}")
+            rate = f"{row.batch / took:.0f} samples/s"
+            print_rank_0(
+                f"  {row.method} {row.batch}: step {number} in {took:.3f} s, {rate}{noted}, loss {losses[-1]:.5f}"
+            )
             over = max(gather_objects(time.perf_counter() - began)) + took > self.options.seconds
             if over or len(measured) == wanted:
                 break
