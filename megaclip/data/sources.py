@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from megaclip.data.batch import Captions, RawSample
+from megaclip.data.batch import BadSample, Captions, RawSample
 from megaclip.data.captions import JSON, TEXT_EXTENSIONS, CaptionKeys, weighted_keys
-from megaclip.data.fields import Field
+from megaclip.data.fields import Field, draw
 from megaclip.data.image_folder import ImageFolder, walk_folder
 from megaclip.data.images import IMAGE_EXTENSIONS, is_image_name
 from megaclip.data.order import MixtureOrder, SampleOrder, block_quotas, mixture_batches
@@ -43,6 +43,8 @@ _TYPE_OF_SUFFIX = {
     ".json": "json",
     ".jsonl": "json",
 }
+FIRST_FIELDS = 8
+"""Number of samples whose extra fields are read at start, until one has all of them."""
 _IMG2DATASET_REPORT = re.compile(r"(\d+)(_stats)?")
 """Stems of the tables that img2dataset writes beside a folder of pictures. They contain no images."""
 _COMPRESSED_TAR = re.compile(r"\.(tgz|tbz2|txz|tar\.(gz|bz2|xz|zst|lz4))$", re.IGNORECASE)
@@ -247,7 +249,26 @@ def open_pairs(
     dataset = PairDataset(sources, weights)
     dataset.id_key, dataset.fields, keys = id_key, fields, weighted_keys(caption_key)
     dataset.caption_keys = [[key.name, key.weight] for key in keys] if len(keys) > 1 else []
+    if fields:
+        _check_fields(dataset)
     return dataset
+
+
+def _check_fields(dataset: PairDataset) -> None:
+    """Raise DataError if every one of some samples has an extra field that is missing or of another form."""
+    bad, rows = list[BadSample](), np.linspace(0, len(dataset) - 1, min(len(dataset), FIRST_FIELDS), dtype=np.int64)
+    for row in rows.tolist():
+        try:
+            raw = dataset.read(row)
+            draw(dataset.fields, raw.fields, raw.key, seeds=(0, 0, row), caption=0, of=len(raw.texts))
+            return
+        except BadSample as found:
+            bad.append(found)
+    if all("field" in each.kind for each in bad):
+        raise DataError(
+            f"the extra fields of all of {len(bad)} samples are not as the objective declares them, such as "
+            f"{bad[0].kind} ({bad[0].detail}); correct its Field (of a teacher: dims, views and captions), or the data"
+        )
 
 
 def data_files(spec: str) -> Sequence[str | RemoteFile]:

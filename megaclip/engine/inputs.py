@@ -143,8 +143,8 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     train_transform = _transform(
         image_card, training=not arguments.no_augmentation, scale=arguments.aug_scale, **pixels
     )
-    if objective is not None:
-        objective.prepare(train_transform)
+    for other in () if objective is None else objective.prepare(train_transform, chosen.tokenizer):
+        _check_tokenizer_of(other, chosen.tokenizer, model_config.text_cfg.context_length)
     return Inputs(
         config=fitted(config, model_config, pairs=objective is not None and objective.encodes_pairs()),
         model_config=model_config,
@@ -185,6 +185,18 @@ def chosen_objective(
             f"{arguments.model}; derive it from megaclip.objectives.Caption, or leave megaclip.objective out"
         )
     return Caption(arguments.coca_caption_loss_weight, arguments.coca_contrastive_loss_weight)
+
+
+def _check_tokenizer_of(card: ModelCard, tokenizer: Tokenizer, length: int) -> None:
+    """Raise ConfigError unless the model of `card` can read the run's tokens, of which captions have up to `length`."""
+    own = choose_tokenizer(None, card, card.config).tokenizer
+    positions = card.config.text_cfg.context_length
+    if own.identity != tokenizer.identity or positions < length:
+        raise ConfigError(
+            f"megaclip.objective gives the run's tokens to the model in {card.directory}: its tokenizer is "
+            f"{own.identity}, for up to {positions} tokens, and that of the run is {tokenizer.identity}, for {length}; "
+            "use its tokenizer as --tokenizer, and at most its text_cfg.context_length; or store its features"
+        )
 
 
 def model_preprocessing(model: str, tokenizer: str | None) -> tuple[Tokenizer, dict[str, Any]]:

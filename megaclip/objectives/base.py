@@ -17,7 +17,7 @@ The order of a step:
 Shapes: m samples of a chunk, b samples of this rank in a step, L tokens, D embedding.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,8 @@ from megaclip.data.fields import Field
 from megaclip.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megaclip.data import ImageTransform
+    from megaclip.checkpoint.model_card import ModelCard
+    from megaclip.data import ImageTransform, Tokenizer
     from megaclip.models import DualEncoder
 
 
@@ -105,11 +106,13 @@ class Objective(nn.Module):
     model: "DualEncoder"
     """The model, from `attach` on. It is not a submodule."""
 
-    def prepare(self, transform: "ImageTransform") -> None:
+    def prepare(self, transform: "ImageTransform", tokenizer: "Tokenizer") -> Sequence["ModelCard"]:
         """Read and check what the settings name. It is called before there is a model; raise ConfigError.
 
-        transform: image preprocessing of the run in training.
+        transform, tokenizer: those of the run in training. Return the cards of further models that will receive the
+        run's tokens. Their tokenizers must be that of the run.
         """
+        return ()
 
     def build(self, model: "DualEncoder") -> None:
         """Create modules as attributes. Their parameters are trained, saved, resumed and exported (to

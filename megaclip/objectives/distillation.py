@@ -28,7 +28,8 @@ from megaclip.objectives.base import Chunk, Objective, WholeBatch
 from megaclip.objectives.teacher import TeacherModel
 
 if TYPE_CHECKING:
-    from megaclip.data import ImageTransform
+    from megaclip.checkpoint.model_card import ModelCard
+    from megaclip.data import ImageTransform, Tokenizer
     from megaclip.models import DualEncoder
 
 TOWERS = ("image", "text")
@@ -123,11 +124,12 @@ class Distillation(Objective):
             self.fields[CROP] = SampleField(chosen.crop, (4,), one_of="views")
         self._loss = DistillationLoss()
 
-    def prepare(self, transform: "ImageTransform") -> None:
+    def prepare(self, transform: "ImageTransform", tokenizer: "Tokenizer") -> list["ModelCard"]:
         """Read the descriptions of the models."""
         for number, teacher in enumerate(self.settings.teachers):
             if teacher.model is not None:
-                self._models[number] = TeacherModel(Path(teacher.model), transform)
+                self._models[number] = TeacherModel(Path(teacher.model), transform, tokenizer.pad_id)
+        return [model.card for model in self._models.values()]
 
     def build(self, model: "DualEncoder") -> None:
         """Load the models, and make the layers that map the student's features to the teachers' sizes."""

@@ -14,6 +14,7 @@ from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
 from megaclip.checkpoint.open_clip_weights import write_weights
 from megaclip.checkpoint.saved_states import OBJECTIVE, consolidated_weights
 from megaclip.commands import export_open_clip
+from megaclip.engine.tokenizer_choice import choose_tokenizer
 from megaclip.models import build_model, load_model_config
 from tests.end_to_end.training_runs import DS_CONFIG, ROOT, flags, run_in_ranks, scalars
 
@@ -58,9 +59,11 @@ def test_objectives_train_resume_and_export(tiny_run, tmp_path, monkeypatch):
     mirrored = settings(tmp_path / "mirrored.json", f"{EXAMPLES / 'mirrored.py'}:Mirrored", 3, "fastclip_v3")
     stored = settings(tmp_path / "stored.json", "distillation", teachers=[TEACHER], feature_weight=0.5, project=True)
     config = load_model_config(str(tiny_run / "model.json"))
+    chosen = choose_tokenizer(str(tiny_run / "tokenizer.model"), None, config)
+    config = chosen.fit(config)
     (tmp_path / "teacher").mkdir()
     write_weights(tmp_path / "teacher", build_model(config).state_dict(), config)
-    write_model_card(tmp_path / "teacher", config, OPENAI_PREPROCESS)
+    write_model_card(tmp_path / "teacher", config, OPENAI_PREPROCESS, chosen.tokenizer.files)
     live = settings(tmp_path / "live.json", "distillation", 3, teachers=[{"model": str(tmp_path / "teacher")}])
     second = tmp_path / "score/checkpoints/step_00000002"
     commands = {

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
+from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, read_model_card, write_model_card
 from megaclip.checkpoint.open_clip_weights import meta_model, write_weights
-from megaclip.config import parse_arguments
+from megaclip.config import load_training_config, parse_arguments
 from megaclip.config.training import TextChunks
 from megaclip.data import ImageTransform
 from megaclip.data.sentencepiece_training import train_sentencepiece
-from megaclip.data.tokenizers import SentencePieceTokenizer
+from megaclip.data.tokenizers import SentencePieceTokenizer, load_tokenizer
 from megaclip.engine import resume
-from megaclip.engine.inputs import Inputs, model_preprocessing, read_inputs
+from megaclip.engine.inputs import Inputs, _check_tokenizer_of, chosen_objective, model_preprocessing, read_inputs
 from megaclip.engine.preflight import workload_of
 from megaclip.engine.saved_model import load_saved_model
 from megaclip.errors import CheckpointError, ConfigError, DataError
@@ -419,3 +419,31 @@ def test_nothing_else_changes_a_description() -> None:
                 changing.add(path.relative_to(path.parents[1]).as_posix())
     # `read_inputs` fits the description to the tokenizer. phases.py plans evaluations, in which no patches are dropped.
     assert changing == {"engine/inputs.py", "engine/tokenizer_choice.py", "planner/phases.py"}
+
+
+def test_a_live_teacher_must_read_the_tokens_of_the_run(tmp_path: Path) -> None:
+    write_model_card(tmp_path, load_model_config("demo-tiny"), PIXELS)
+    card, tokenizer = read_model_card(tmp_path), load_tokenizer("clip", 9)
+    positions = card.config.text_cfg.context_length
+    _check_tokenizer_of(card, tokenizer, positions)
+    with pytest.raises(ConfigError, match=rf"tokenizer is clip, for up to {positions} tokens, .* for {positions + 1};"):
+        _check_tokenizer_of(card, tokenizer, positions + 1)
+    tokenizer.identity = "sentencepiece 0123"
+    with pytest.raises(ConfigError, match=r"that of the run is sentencepiece 0123, .*; use its tokenizer as"):
+        _check_tokenizer_of(card, tokenizer, positions)
+
+
+def test_an_objectives_constructor_draws_by_the_seed(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import torch\nfrom megaclip.objectives import Objective\n\n\nclass Own(Objective):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.drawn = torch.rand(()).item()\n"
+    )
+    path = ds_config(tmp_path, objective=f"{own}:Own")
+    drawn = []
+    for seed in ("1", "1", "2"):
+        flags = ["--deepspeed_config", str(path), "--model", "demo-tiny", "--train-data", "nowhere", "--seed", seed]
+        section, config = load_training_config(path).megaclip, load_model_config("demo-tiny")
+        objective = chosen_objective(parse_arguments(flags), section, config)
+        drawn.append(objective.drawn)
+    assert drawn[0] == drawn[1] != drawn[2]

@@ -25,7 +25,7 @@ def test_a_teacher_sees_the_students_inputs_in_its_own_form(tmp_path):
     write_weights(tmp_path, model.state_dict(), CONFIG)
     write_model_card(tmp_path, CONFIG, PIXELS)
     student = ImageTransform(16, mean=(0.1, 0.2, 0.3), std=(0.9, 0.8, 0.7))
-    teacher = TeacherModel(tmp_path, student)
+    teacher = TeacherModel(tmp_path, student, pad_id=0)
     teacher.load()
     pixels = torch.randint(256, (3, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     tokens = torch.tensor([[1, 5, 63, 0], [1, 6, 7, 63], [1, 63, 0, 0]])  # cut at 4 of 8
@@ -41,4 +41,4 @@ def test_a_teacher_sees_the_students_inputs_in_its_own_form(tmp_path):
 
 def test_a_teacher_that_is_no_directory_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"teachers: .*gone' is not a directory of a model"):
-        TeacherModel(tmp_path / "gone", ImageTransform(16))
+        TeacherModel(tmp_path / "gone", ImageTransform(16), pad_id=0)
