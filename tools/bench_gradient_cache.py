@@ -20,6 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import deepspeed
@@ -45,7 +46,9 @@ class Pooled(nn.Module):
         self.bert = bert
 
     def forward(self, **features: Tensor) -> Tensor:
-        states, mask = self.bert(**features).last_hidden_state, features["attention_mask"][..., None]
+        mask = features["attention_mask"][..., None]
+        with torch.autocast(mask.device.type, dtype=torch.bfloat16):
+            states = self.bert(**features).last_hidden_state
         return normalize((states * mask).sum(1).float() / mask.sum(1), dim=-1)
 
 
@@ -57,7 +60,10 @@ class Projected(nn.Module):
         self.tower, self.output = tower, output
 
     def forward(self, **features: Tensor) -> Tensor:
-        return normalize(getattr(self.tower(**features), self.output).float(), dim=-1)
+        (values,) = features.values()
+        with torch.autocast(values.device.type, dtype=torch.bfloat16):
+            output = getattr(self.tower(**features), self.output)
+        return normalize(output.float(), dim=-1)
 
 
 class Routed(nn.Module):
@@ -143,13 +149,17 @@ def luyugs(encoders: list[nn.Module], arguments: argparse.Namespace) -> Step:
 def sentence_transformers(encoders: list[nn.Module], arguments: argparse.Namespace) -> Step:
     from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
 
+    ddp = arguments.engine == "ddp"
     loss_function = CachedMultipleNegativesRankingLoss(
-        Routed(encoders),
+        encoders[0].module if ddp else Routed(encoders),
         scale=SCALE,
         mini_batch_size=arguments.chunk,
+        gather_across_devices=dist.is_initialized(),
         directions=("query_to_doc", "doc_to_query"),
         partition_mode="per_direction",
     )
+    if ddp:  # it reduces once only if it recognizes DDP
+        loss_function.model = encoders[0]
 
     def step(inputs: list[Features]) -> Tensor:
         loss: Tensor = loss_function(inputs, None)
@@ -176,7 +186,8 @@ def measure(name: str, arguments: argparse.Namespace, device: torch.device) -> s
         for encoder in dict.fromkeys(encoders):
             encoder.compile(dynamic=False)
     if arguments.engine == "ddp":
-        encoders = [nn.parallel.DistributedDataParallel(encoders[0])] * 2
+        whole = Routed(encoders) if name == "sentence-transformers" else encoders[0]
+        encoders = [nn.parallel.DistributedDataParallel(whole)] * 2
     elif arguments.engine == "zero2":
         config = {
             "train_micro_batch_size_per_gpu": arguments.batch,
@@ -189,6 +200,9 @@ def measure(name: str, arguments: argparse.Namespace, device: torch.device) -> s
         encoders = [optimizer] * 2  # its step() and zero_grad() are those of the optimizer
     step, inputs = IMPLEMENTATIONS[name][0](encoders, arguments), inputs_of(arguments, device)
     losses, began = [], 0.0
+    # Around a whole step of the others, autocast would keep the copies of weights that the pass without gradients made,
+    # and the weights would receive no gradient.
+    around_step = torch.autocast(device.type, torch.bfloat16) if name == "GradientCache" else nullcontext()
     for number in range(arguments.warmup + arguments.steps):
         if number == arguments.warmup:
             if gpu:
@@ -196,7 +210,7 @@ def measure(name: str, arguments: argparse.Namespace, device: torch.device) -> s
                 torch.cuda.reset_peak_memory_stats()
             began = time.perf_counter()
         optimizer.zero_grad()
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+        with around_step:
             losses.append(step(inputs))
         optimizer.step()
     last = float(losses[-1])  # waits for the device
