@@ -6,7 +6,6 @@ neither a checkpoint nor a model directory can.
 
 import hashlib
 import importlib.util
-import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,13 +38,6 @@ def load_objective(name: str | None, settings: Mapping[str, Any]) -> Objective |
             )
         return None
     kind = OBJECTIVES[name] if name in OBJECTIVES else _own_class(name)
-    accepted = inspect.signature(kind).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    if not takes_all and (unknown := sorted(settings.keys() - accepted.keys())):
-        raise ConfigError(
-            f"megaclip.objective_settings.{unknown[0]}: {name} has no such setting; it has "
-            f"{', '.join(accepted) or 'none'}"
-        )
     try:
         objective = kind(**settings)
         if not isinstance(objective.fields, Mapping) or not all(

@@ -19,7 +19,7 @@ REFUSED = {
     "setting": (
         "own.py:Own",
         {"size": 3},
-        "megaclip.objective_settings.size: own.py:Own has no such setting; it has weight",
+        "megaclip.objective own.py:Own: Own.__init__() got an unexpected keyword argument 'size'; change megaclip.",
     ),
     "fields": ("own.py:Names", {}, "own.py:Names: fields is {'x': 'json.x'}; write {NAME: Field(KEY, shape=...)}"),
     "value": ("own.py:Own", {"weight": -1}, "megaclip.objective own.py:Own: weight is negative"),
