@@ -8,7 +8,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,8 +25,8 @@ from megaclip.checkpoint.model_card import (
 )
 from megaclip.checkpoint.open_clip_weights import read_weights, write_tensors, write_weights
 from megaclip.checkpoint.output import writing
-from megaclip.checkpoint.saved_states import OBJECTIVE, consolidated_weights
-from megaclip.checkpoint.search import LOCKED_WEIGHTS, MODEL_CARD, STATE, locate, refuse_run, require_whole
+from megaclip.checkpoint.saved_states import OBJECTIVE, consolidated_weights, read_model
+from megaclip.checkpoint.search import LOCKED_WEIGHTS, STATE, locate_model, refuse_run, require_whole_model
 from megaclip.checkpoint.transformers_directory import readme, transformers_content, write_transformers
 from megaclip.checkpoint.weight_files import INDEX, WEIGHTS_NAMES
 from megaclip.errors import CheckpointError, ConfigError
@@ -74,14 +75,10 @@ def import_weights(source: Path, out_dir: Path, model: str | None, *, overwrite:
     report = compare_weights(meta_model(config), weights)
     if report.complete:
         require_finite(weights, str(source))
-        files, described = _tokenizer_files(source), config
-        names = [CARD_NAME, *(path.name for path in files)]
-
-        def write_card() -> list[str]:
-            write_model_card(out_dir, described, preprocess, files, kind)
-            return []
-
-        _write(out_dir, names, weights, config, write_card)
+        files = _tokenizer_files(source)
+        with _directory(out_dir, [CARD_NAME, *(path.name for path in files)]) as written:
+            write_model_card(out_dir, config, preprocess, files, kind)
+            written.append(write_weights(out_dir, weights, config).name)
     return report
 
 
@@ -115,52 +112,38 @@ def export_checkpoint(
         ConfigError: one of the formats cannot express the model. Nothing was written.
         CheckpointError: the checkpoint is incomplete or damaged, or `out_dir` cannot be written.
     """
-    state = None
-    if card_path(source) is not None:
-        if tag is not None or ema:
-            raise ConfigError(f"--tag and --ema select weights of a run, but {source} is a model; leave them out")
-        folder = source
-    else:
-        folder, tag = locate(source, tag)
+    folder, tag = locate_model(source, tag, ema=ema)
     check_output(out_dir, folder, overwrite=overwrite)
-    if tag is None:
-        manifest.require_whole(folder)
-        card = read_model_card(folder)
-    else:
-        require_whole(folder, tag)
-        manifest.require_whole(folder / MODEL_CARD)
-        card = read_model_card(folder / MODEL_CARD)
-        state = read_json_object(folder / tag / STATE) if (folder / tag / STATE).is_file() else None
+    require_whole_model(folder, tag)
+    card, weights = read_model(folder, tag, ema=ema)
+    compare_weights(meta_model(card.config), weights).require_complete(f"{folder} does not fit its model card")
     if "open_clip" in formats:
         _require_expressible(card.config)
     content = transformers_content(card) if "transformers" in formats else {}
     with tempfile.TemporaryDirectory() as temporary:
-        others = (manifest.MANIFEST, LOCKED_WEIGHTS, CARD_NAME)
-        files = {path.name: path for path in card.directory.iterdir() if path.is_file() and path.name not in others}
         if tag is None:  # a directory of unknown origin
-            files = {path.name: path for path in _tokenizer_files(folder)}
+            state, objective, files = None, {}, {path.name: path for path in _tokenizer_files(folder)}
+        else:
+            state = read_json_object(path) if (path := folder / tag / STATE).is_file() else None
+            objective = consolidated_weights(folder, tag, ema=ema, of_objective=True)
+            others = (manifest.MANIFEST, LOCKED_WEIGHTS, CARD_NAME)
+            files = {path.name: path for path in card.directory.iterdir() if path.is_file() and path.name not in others}
         if content and write_tokenizer is not None:
             write_tokenizer(card, Path(temporary))
             files |= {path.name: path for path in Path(temporary).iterdir()}
-        weights = read_weights(folder, card.config) if tag is None else consolidated_weights(folder, tag, ema=ema)
-        of_objective = {} if tag is None else consolidated_weights(folder, tag, ema=ema, of_objective=True)
-        if tag is None:
-            compare_weights(meta_model(card.config), weights).require_complete(f"{folder} does not fit its model card")
-
-        def write_others() -> list[str]:
+        with _directory(out_dir, [*files, README]) as written:
             for name, path in files.items():
                 shutil.copyfile(path, out_dir / name)
-            if of_objective:
-                own = {name.removeprefix(OBJECTIVE): value for name, value in of_objective.items()}
-                write_tensors(out_dir / OBJECTIVE_WEIGHTS, own)
             write_atomically(out_dir / README, readme(sorted(formats), state, data_names=data_names))
+            if objective:
+                own = {name.removeprefix(OBJECTIVE): value for name, value in objective.items()}
+                write_tensors(out_dir / OBJECTIVE_WEIGHTS, own)
+                written.append(OBJECTIVE_WEIGHTS)
             if "open_clip" in formats:
                 write_model_card(out_dir, card.config, card.preprocess_cfg, transformers=card.transformers)
-            return write_transformers(out_dir, card, content, weights) if content else []
-
-        names = [*files, README, *([CARD_NAME] if "open_clip" in formats else [])]
-        names += [OBJECTIVE_WEIGHTS] if of_objective else []
-        _write(out_dir, names, weights if "open_clip" in formats else None, card.config, write_others)
+                written += [CARD_NAME, write_weights(out_dir, weights, card.config).name]
+            if content:
+                written += write_transformers(out_dir, card, content, weights)
     return replace(card, directory=out_dir), weights
 
 
@@ -175,16 +158,10 @@ def _require_expressible(config: ModelDescription) -> None:
         )
 
 
-def _write(
-    out_dir: Path,
-    names: list[str],
-    weights: StateDict | None,
-    config: ModelDescription,
-    write_others: Callable[[], list[str]],
-) -> None:
-    """Write a directory.
-
-    weights: written to open_clip's file, unless None. write_others: writes the files `names`, and returns others.
+@contextmanager
+def _directory(out_dir: Path, names: list[str]) -> Iterator[list[str]]:
+    """Let the body of a `with` statement write the files `names` and those that it adds to this list; then write the
+    manifest. Files of an earlier import or export are deleted first.
 
     Raise CheckpointError, and write no manifest, if files of another model are left, which no manifest lists.
     """
@@ -192,16 +169,14 @@ def _write(
         make_folders(out_dir)
         remove_earlier_files(out_dir, kept=names)
         (out_dir / manifest.MANIFEST).unlink(missing_ok=True)  # removed until it describes the new files
-        written = [*names, *write_others()]
-        if weights is not None:
-            written.append(write_weights(out_dir, weights, config).name)
-        others = [name for name in (CARD_NAME, CONFIG_NAME, *WEIGHTS_NAMES) if name not in written]
+        yield names
+        others = [name for name in (CARD_NAME, CONFIG_NAME, *WEIGHTS_NAMES) if name not in names]
         if left := [name for name in others if (out_dir / name).exists()]:
             raise CheckpointError(
                 f"{out_dir} also has {', '.join(left)} of another model, which could be read instead of the files just "
                 "written; delete them and repeat the command, or choose an empty directory"
             )
-        manifest.write(out_dir, sync_files(out_dir, written))
+        manifest.write(out_dir, sync_files(out_dir, names))
 
 
 def _tokenizer_files(source: Path) -> list[Path]:

@@ -1,8 +1,7 @@
 """Write the adapters of a run as a folder that `peft.PeftModel.from_pretrained` reads on transformers' model.
 
 The folder has adapter_config.json, adapter_model.safetensors (float32) and a manifest. Names are those of transformers
-(`megaclip.models.transformers_keys`). An adapter of a projection in which timm stacks q, k and v becomes three: each
-has the whole A and a third of the rows of B. The logit scale and bias are no adapters, and are not in the folder.
+(`megaclip.models.transformers_keys`). The logit scale and bias are no adapters, and are not in the folder.
 """
 
 from pathlib import Path
@@ -23,7 +22,6 @@ from megaclip.models.transformers_keys import transformers_name
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_STACKED = ".attn.qkv"
 
 
 def export_adapters(
@@ -61,41 +59,21 @@ def write_adapters(out_dir: Path, trained: StateDict, settings: dict[str, Any]) 
         CheckpointError: transformers has no layer of an adapter.
         OSError: a file cannot be written.
     """
-    weights = adapters_for_transformers(trained)
+    weights: StateDict = {}
+    for name, value in trained.items():
+        layer, is_adapter, part = name.partition(".lora_")
+        if not is_adapter:
+            continue
+        if (theirs := transformers_name(layer)) is None:
+            raise CheckpointError(
+                f"{layer} has an adapter, and transformers' models have no such layer; use --format open_clip, which "
+                "merges it"
+            )
+        part = part.replace(".default.weight", "" if part.startswith("magnitude_vector") else ".weight")
+        weights[f"{theirs}.lora_{part}"] = value.detach()
     layers = sorted({name.partition(".lora_")[0] for name in weights})
     make_folders(out_dir)
     (out_dir / manifest.MANIFEST).unlink(missing_ok=True)  # removed until it describes the new files
     adapter_config(layers, settings, inference_mode=True).save_pretrained(str(out_dir))
     write_tensors(out_dir / WEIGHTS_NAME, {f"{_PREFIX}{name}": value for name, value in weights.items()})
     manifest.write(out_dir, sync_files(out_dir, ["adapter_config.json", WEIGHTS_NAME]))
-
-
-def adapters_for_transformers(trained: StateDict) -> StateDict:
-    """Return the adapters by the names of transformers' layers. trained: names of a run; other parameters are left out.
-
-    Raises:
-        CheckpointError: transformers has no such layer.
-    """
-    weights: StateDict = {}
-    for name, value in trained.items():
-        layer, is_adapter, part = name.partition(".lora_")
-        of_rows = layer.endswith(_STACKED) and not part.startswith("A.")
-        part = part.replace(".default.weight", "" if part.startswith("magnitude_vector") else ".weight")
-        layers = _layers(layer) if is_adapter else []
-        for number, theirs in enumerate(layers):
-            weights[f"{theirs}.lora_{part}"] = (value.chunk(len(layers))[number] if of_rows else value).clone()
-    return weights
-
-
-def _layers(name: str) -> list[str]:
-    """Return the names in transformers of the layers that have the outputs of one layer of the model, in order."""
-    own = [name]
-    if name.endswith(_STACKED):
-        own = [f"{name.removesuffix('qkv')}{one}_proj" for one in "qkv"]
-    found = [transformers_name(one) for one in own]
-    if None in found:
-        raise CheckpointError(
-            f"{name} has an adapter, and transformers' models have no such layer; use --format open_clip, which merges "
-            "it"
-        )
-    return [one for one in found if one is not None]

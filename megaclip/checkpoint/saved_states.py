@@ -24,6 +24,8 @@ import torch
 
 from megaclip.checkpoint.adapters import merged_weights
 from megaclip.checkpoint.deepspeed_files import loading, read_file
+from megaclip.checkpoint.model_card import ModelCard, read_model_card
+from megaclip.checkpoint.open_clip_weights import read_weights
 from megaclip.checkpoint.search import LOCKED_WEIGHTS, MODEL_CARD
 from megaclip.checkpoint.weight_files import read_tensors
 from megaclip.comm.groups import RankGroup
@@ -245,6 +247,18 @@ def consolidated_weights(
         weights = {name: saved.whole(name, ema=ema) for name in saved.shapes if _is_wanted(name, of_objective)}
         weights |= {name: buffer.clone() for name, buffer in saved.buffers.items() if _is_wanted(name, of_objective)}
     return merged_weights(step, weights) if merges and has_adapters(weights) else weights
+
+
+def read_model(folder: Path, tag: str | None, *, ema: bool = False) -> tuple[ModelCard, StateDict]:
+    """Return the model card and the weights, by MegaCLIP's names, of what `search.locate_model` found.
+
+    Raises:
+        MegaclipError: a file cannot be read.
+    """
+    if tag is not None:
+        return read_model_card(folder / MODEL_CARD), consolidated_weights(folder, tag, ema=ema)
+    card = read_model_card(folder)
+    return card, read_weights(folder, card.config)
 
 
 def _is_wanted(name: str, of_objective: bool) -> bool:

@@ -12,9 +12,10 @@ from megaclip.checkpoint import manifest
 from megaclip.checkpoint.durable import read_text
 from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.comm.groups import group_rank
-from megaclip.errors import CheckpointError
+from megaclip.errors import CheckpointError, ConfigError
 from megaclip.logging import get_logger
 from megaclip.models.config import CARD_NAME
+from megaclip.models.transformers_config import card_path
 
 logger = get_logger(__name__)
 
@@ -167,6 +168,39 @@ def locate(path: Path, tag: str | None = None) -> tuple[Path, str]:
     )
 
 
+def locate_model(source: Path, tag: str | None = None, *, ema: bool = False) -> tuple[Path, str | None]:
+    """Return the checkpoints folder and the tag of a run's checkpoint, or `source` and None if it is a model.
+
+    Args:
+        source: directory with a model card, or a path that `locate` accepts.
+        tag: as for `locate`.
+        ema: the moving average of the weights is wanted, which only a run has.
+
+    Raises:
+        ConfigError: `tag` or `ema` was given for a model.
+        CheckpointError: as `locate`, or `source` is a file or does not exist.
+    """
+    if card_path(source) is not None:
+        if tag is not None:
+            raise ConfigError(f"--tag {tag} selects a checkpoint of a run, but {source} is a model; leave out --tag")
+        if ema:
+            raise ConfigError(
+                f"--ema selects the moving average of a run, but {source} is a model; export the average with "
+                "`megaclip export --ema`, and leave out --ema here"
+            )
+        return source, None
+    if source.is_file():
+        raise CheckpointError(
+            f"{source} is a file without a model card; convert it to a directory with `megaclip import`"
+        )
+    if not source.exists():
+        raise CheckpointError(
+            f"{str(source)!r} contains no checkpoint and no exported model; give an exported directory, a run or one "
+            "of its checkpoints"
+        )
+    return locate(source, tag)
+
+
 def refuse_run(path: Path) -> None:
     """Raise CheckpointError if `path`, where open_clip's weights are expected, belongs to a run."""
     source = path.parent if path.name.endswith(("_model_states.pt", "_optim_states.pt")) else path
@@ -198,6 +232,13 @@ def require_whole(folder: Path, tag: str) -> None:
             f"checkpoint {str(folder / tag)!r} is damaged: {manifest.summary(problems)}; choose a whole one, "
             f"{how_to_list(folder)}"
         )
+
+
+def require_whole_model(folder: Path, tag: str | None) -> None:
+    """Raise CheckpointError unless every file is whole of what `locate_model` found. All ranks must call it."""
+    if tag is not None:
+        require_whole(folder, tag)
+    manifest.require_whole(folder if tag is None else folder / MODEL_CARD)
 
 
 def how_to_list(folder: Path) -> str:

@@ -9,21 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaclip.checkpoint import manifest
-from megaclip.checkpoint.model_card import read_model_card, remove_earlier_files, write_model_card
-from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights, write_tensors
-from megaclip.checkpoint.saved_states import SavedStates, consolidated_weights
-from megaclip.checkpoint.search import LOCKED_WEIGHTS, MODEL_CARD, locate, require_whole
+from megaclip.checkpoint.model_card import remove_earlier_files, write_model_card
+from megaclip.checkpoint.open_clip_weights import assigned_model, write_tensors
+from megaclip.checkpoint.saved_states import SavedStates, read_model
+from megaclip.checkpoint.search import LOCKED_WEIGHTS, MODEL_CARD, locate_model, require_whole_model
 from megaclip.checkpoint.store import OFFLOADED
 from megaclip.checkpoint.weight_files import read_tensors
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.data import ImageTransform, Tokenizer
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.tokenizer_choice import choose_tokenizer
-from megaclip.errors import CheckpointError, ConfigError
+from megaclip.errors import CheckpointError
 from megaclip.models import DualEncoder
 from megaclip.models.config import CARD_NAME
 from megaclip.models.open_clip_keys import StateDict
-from megaclip.models.transformers_config import card_path
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def load_saved_model(
     """Load a model for evaluation, after its files were checked. Every rank must call it.
 
     Args:
-        source: an exported open_clip directory, or a path of a run that `search.locate` accepts.
+        source: as `search.locate_model` takes it.
         tag: name of a checkpoint of the run, such as "step_00000100"; None selects the latest.
         tokenizer: as `load_tokenizer` takes it; None selects the tokenizer of the model card. Another tokenizer than
             the card's gives a warning.
@@ -56,52 +55,18 @@ def load_saved_model(
             the tokenizer has more ids than the model has embeddings.
         CheckpointError: `source` holds no model, or an incomplete or damaged one.
     """
-    checkpoint: tuple[Path, str] | None = None
+    folder, name = source, tag
     with raise_on_all_ranks():
-        checkpoint = _locate(source, tag, ema)
-    if checkpoint is None:
-        manifest.require_whole(source)
-    else:
-        require_whole(*checkpoint)
-        manifest.require_whole(checkpoint[0] / MODEL_CARD)
+        folder, name = locate_model(source, tag, ema=ema)
+    require_whole_model(folder, name)
     with raise_on_all_ranks():
-        if checkpoint is None:
-            card = read_model_card(source)
-            weights = read_weights(source, card.config)
-        else:
-            card = read_model_card(checkpoint[0] / MODEL_CARD)
-            weights = consolidated_weights(*checkpoint, ema=ema)
+        card, weights = read_model(folder, name, ema=ema)
         transform = ImageTransform(card.config.vision_cfg.image_size, **card.pixel_settings)
         chosen = choose_tokenizer(tokenizer, card, card.config)
         if chosen.owner is None:
             chosen.embeddings(card.config)  # refuses a tokenizer with more ids
         model = assigned_model(card.config, weights)
-    return SavedModel(model, transform, chosen.tokenizer, None if checkpoint is None else checkpoint[1])
-
-
-def _locate(source: Path, tag: str | None, ema: bool) -> tuple[Path, str] | None:
-    """Return the checkpoints folder and the tag of a run's checkpoint, or None if `source` is an exported model."""
-    if card_path(source) is not None:
-        if tag is not None:
-            raise ConfigError(
-                f"--tag {tag} selects a checkpoint of a run, but {source} is an exported model; leave out --tag"
-            )
-        if ema:
-            raise ConfigError(
-                f"--ema selects the moving average of a run, but {source} is an exported model; export the average "
-                "with `megaclip export --ema`, and leave out --ema here"
-            )
-        return None
-    if source.is_file():
-        raise CheckpointError(
-            f"{source} is a file without a model card; convert it to a directory with `megaclip import`"
-        )
-    if not source.exists():
-        raise CheckpointError(
-            f"{str(source)!r} contains no checkpoint and no exported model; give an exported directory, a run or one "
-            "of its checkpoints"
-        )
-    return locate(source, tag)
+    return SavedModel(model, transform, chosen.tokenizer, name)
 
 
 def locked_weights(step: Path, folder: Path, names: list[str], *, bf16: bool) -> StateDict | None:

@@ -62,10 +62,9 @@ def is_transformers(names: StateDict) -> bool:
 def transformers_name(name: str) -> str | None:
     """Return the name in transformers of a parameter or module of MegaCLIP; None if transformers has none.
 
-    name: MegaCLIP's or timm's, such as `visual.transformer.resblocks.0.attn.q_proj`, also with `.lora_A.weight`;
-    a projection that is not stacked.
+    name: such as `visual.transformer.resblocks.0.attn.q_proj`, also with `.lora_A.weight`.
     """
-    return name if name in SCALARS else _OWN.of(TIMM.inverse().of(name) or name)
+    return name if name in SCALARS else _OWN.of(name)
 
 
 def to_transformers(state_dict: StateDict, *, patches_are_linear: bool = False) -> StateDict:

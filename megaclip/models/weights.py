@@ -250,27 +250,21 @@ def _classifier(model: DualEncoder) -> set[str]:
 def _fit_positions(state_dict: StateDict, model: DualEncoder, kept_positions: int) -> StateDict:
     """Return weights whose position embeddings are interpolated to the model's image size and context length.
 
-    In vision transformers the positions are those of a class token and the patches, or of the patches. Those of timm's
-    trunks are interpolated by timm, in the same way. All other entries, and positions of another width, are returned
-    unchanged.
+    In vision transformers the positions are those of tokens such as a class token and the patches, or of the patches.
+    All other entries, and positions of another width, are returned unchanged.
     """
     adapted = dict(state_dict)
-    name, positions = "visual.positional_embedding", getattr(model.visual, "positional_embedding", None)
-    if _differs_in_length(adapted.get(name), positions):
-        prefix = 1
-        if isinstance(model, ClipModel):
-            grid = (model.config.vision_cfg.grid_size, model.config.vision_cfg.grid_size)
-            prefix = int(model.config.vision_cfg.class_token)
-        else:
-            # open_clip's tower has the attribute; nn.Module's type does not.
-            grid = tuple(model.visual.grid_size)  # type: ignore[arg-type]
-        old_grid = math.isqrt(len(adapted[name]) - prefix)
-        if len(adapted[name]) == old_grid**2 + prefix:
-            class_1C, patches_PC = adapted[name].float().split([prefix, old_grid**2])
-            patches_1Chw = patches_PC.T.reshape(1, -1, old_grid, old_grid)
+    name, parameter, prefix, grid = _image_positions(model)
+    if _differs_in_length(adapted.get(name), parameter):
+        table = adapted[name].float()
+        patches = table.shape[-2] - prefix
+        if patches > 0 and (side := math.isqrt(patches)) ** 2 == patches:
+            first_nC, patches_PC = table.flatten(0, -2).split([prefix, patches])
+            patches_1Chw = patches_PC.T.reshape(1, -1, side, side)
             patches_1Chw = F.interpolate(patches_1Chw, grid, mode="bicubic", antialias=True)
-            adapted[name] = torch.cat([class_1C, patches_1Chw[0].flatten(1).T])
-            logger.info("interpolated positions of %d x %d patches to %d x %d", old_grid, old_grid, *grid)
+            interpolated = torch.cat([first_nC, patches_1Chw[0].flatten(1).T])
+            adapted[name] = interpolated.view(*table.shape[:-2], *interpolated.shape)
+            logger.info("interpolated positions of %d x %d patches to %d x %d", side, side, *grid)
     name, positions = "text.positional_embedding", getattr(model.text, "positional_embedding", None)
     differs = _differs_in_length(adapted.get(name), positions)
     length, old = (gathered_shape(positions)[0], len(adapted[name])) if differs and positions is not None else (0, 0)
@@ -289,9 +283,6 @@ def _fit_positions(state_dict: StateDict, model: DualEncoder, kept_positions: in
             if kept_positions
             else F.interpolate(table.T[None], length, mode="linear")[0].T
         )
-    name, trunk = "visual.trunk.pos_embed", getattr(model.visual, "trunk", None)
-    if name in adapted and isinstance(getattr(trunk, "pos_embed", None), nn.Parameter):
-        adapted[name] = _timm_positions(adapted[name], trunk)
     return adapted
 
 
@@ -310,34 +301,30 @@ def stretched_positions(positions_LC: torch.Tensor, length: int, kept: int) -> t
     return torch.cat([positions_LC[:kept], stretched])
 
 
-def _timm_positions(positions: torch.Tensor, trunk: Any) -> torch.Tensor:
-    """Return the positions (1, L, C) of a timm trunk at its image size, as timm interpolates them."""
-    from timm.layers import resample_abs_pos_embed
-
+def _image_positions(model: DualEncoder) -> tuple[str, Any, int, tuple[int, ...]]:
+    """Return the positions of an image tower: their name, the parameter or None, the number of tokens before the
+    patches, and the number of patches along both sides."""
+    visual: Any = model.visual
+    name, parameter = "visual.positional_embedding", getattr(visual, "positional_embedding", None)
+    if isinstance(model, ClipModel):
+        vision = model.config.vision_cfg
+        return name, parameter, int(vision.class_token), (vision.grid_size, vision.grid_size)
+    if (trunk := getattr(visual, "trunk", None)) is None:
+        return name, parameter, 1, () if parameter is None else tuple(visual.grid_size)
+    parameter = getattr(trunk, "pos_embed", None)
+    if not isinstance(parameter, nn.Parameter):
+        return "", None, 0, ()
     prefix = 0 if getattr(trunk, "no_embed_class", False) else getattr(trunk, "num_prefix_tokens", 1)
-    new, table = gathered_shape(trunk.pos_embed), positions
-    fits = table.ndim == 3 and table.is_contiguous() and len(table) == 1 and table.shape[2] == new[2]
-    patches = table.shape[1] - prefix if fits else 0
-    if not fits or table.shape[1] == new[1] or patches <= 0 or math.isqrt(patches) ** 2 != patches:
-        return positions
-    grid = list(trunk.patch_embed.grid_size)
-    logger.info("interpolated positions of %d patches to %d x %d", patches, *grid)
-    interpolated: torch.Tensor = resample_abs_pos_embed(table.float(), new_size=grid, num_prefix_tokens=prefix)
-    return interpolated
+    return "visual.trunk.pos_embed", parameter, prefix, tuple(trunk.patch_embed.grid_size)
 
 
 def _differs_in_length(table: torch.Tensor | None, parameter: torch.Tensor | None) -> bool:
-    """Return True if a table of positions (L, C) differs from the model's parameter only in L.
+    """Return True if a table of positions (L, C), or timm's (1, L, C), differs from the model's parameter only in L.
 
     A table that is not contiguous is rejected: an expanded tensor may have a huge shape with little storage.
     """
-    if parameter is None:
+    if table is None or parameter is None or not table.is_contiguous():
         return False
-    length, width = gathered_shape(parameter)
-    return (
-        table is not None
-        and table.ndim == 2
-        and table.is_contiguous()
-        and table.shape[1] == width
-        and len(table) not in (0, 1, length)
-    )
+    *outer, length, width = gathered_shape(parameter)
+    found = [*table.shape]
+    return found[-2:-1] not in ([], [0], [1], [length]) and found == [*outer, *found[-2:-1], width]
