@@ -94,7 +94,7 @@ def find_damage(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
     Args:
         folder: a checkpoint or an export.
         part: index of the caller's share of the files.
-        parts: number of shares, of about equally many bytes.
+        parts: number of shares, in which files of about equal sizes are divided in turn.
     """
     try:
         files = read(folder).files
@@ -102,7 +102,7 @@ def find_damage(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
         return [str(error)]
     unlisted = sorted(path.name for path in folder.glob("*.pt") if path.name not in files)
     problems = [f"{name} is not listed in {MANIFEST}" for name in unlisted] if part == 0 else []
-    for name in _share(files, part, parts):
+    for name in sorted(files, key=lambda name: (-files[name].size, name))[part::parts]:
         if problem := _problem(folder, name, files[name]):
             problems.append(problem)
     return problems
@@ -149,17 +149,6 @@ def _problem(folder: Path, name: str, expected: FileRecord) -> str | None:
     except (OSError, ValueError) as error:
         return f"{name} cannot be read: {first_line(error)}"
     return None
-
-
-def _share(files: Mapping[str, FileRecord], part: int, parts: int) -> list[str]:
-    """Return the names of one share: each file, the largest first, goes to the share with the fewest bytes."""
-    loads, chosen = [0] * parts, []
-    for name in sorted(files, key=lambda name: (-files[name].size, name)):
-        index = loads.index(min(loads))
-        loads[index] += files[name].size + 1
-        if index == part:
-            chosen.append(name)
-    return chosen
 
 
 def _crc32_of(content: dict[str, Any]) -> str:

@@ -76,7 +76,7 @@ def import_weights(source: Path, out_dir: Path, model: str | None, *, overwrite:
     if report.complete:
         require_finite(weights, str(source))
         files = _tokenizer_files(source)
-        with _directory(out_dir, [CARD_NAME, *(path.name for path in files)]) as written:
+        with new_directory(out_dir, [CARD_NAME, *(path.name for path in files)]) as written:
             write_model_card(out_dir, config, preprocess, files, kind)
             written.append(write_weights(out_dir, weights, config).name)
     return report
@@ -131,7 +131,7 @@ def export_checkpoint(
         if content and write_tokenizer is not None:
             write_tokenizer(card, Path(temporary))
             files |= {path.name: path for path in Path(temporary).iterdir()}
-        with _directory(out_dir, [*files, README]) as written:
+        with new_directory(out_dir, [*files, README]) as written:
             for name, path in files.items():
                 shutil.copyfile(path, out_dir / name)
             write_atomically(out_dir / README, readme(sorted(formats), state, data_names=data_names))
@@ -159,7 +159,7 @@ def _require_expressible(config: ModelDescription) -> None:
 
 
 @contextmanager
-def _directory(out_dir: Path, names: list[str]) -> Iterator[list[str]]:
+def new_directory(out_dir: Path, names: list[str]) -> Iterator[list[str]]:
     """Let the body of a `with` statement write the files `names` and those that it adds to this list; then write the
     manifest. Files of an earlier import or export are deleted first.
 

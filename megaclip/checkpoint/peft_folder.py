@@ -7,12 +7,9 @@ The folder has adapter_config.json, adapter_model.safetensors (float32) and a ma
 from pathlib import Path
 from typing import Any
 
-from megaclip.checkpoint import manifest
 from megaclip.checkpoint.adapters import lora_state
-from megaclip.checkpoint.durable import make_folders, sync_files
-from megaclip.checkpoint.open_clip_directory import check_output
+from megaclip.checkpoint.open_clip_directory import check_output, new_directory
 from megaclip.checkpoint.open_clip_weights import write_tensors
-from megaclip.checkpoint.output import writing
 from megaclip.checkpoint.saved_states import consolidated_weights
 from megaclip.checkpoint.search import locate, require_whole
 from megaclip.errors import CheckpointError
@@ -47,8 +44,7 @@ def export_adapters(
             f"{folder / tag} has no adapters, because megaclip.lora was not set; use --format open_clip"
         )
     trained = consolidated_weights(folder, tag, ema=ema, merges=False)
-    with writing(out_dir, CheckpointError):
-        write_adapters(out_dir, trained, settings)
+    write_adapters(out_dir, trained, settings)
     return {name: trained[name] for name in SCALARS if name in trained}
 
 
@@ -56,8 +52,7 @@ def write_adapters(out_dir: Path, trained: StateDict, settings: dict[str, Any]) 
     """Write adapters to a folder. trained: by the names of a run. settings: those of `megaclip.lora`.
 
     Raises:
-        CheckpointError: transformers has no layer of an adapter.
-        OSError: a file cannot be written.
+        CheckpointError: transformers has no layer of an adapter, or a file cannot be written.
     """
     weights: StateDict = {}
     for name, value in trained.items():
@@ -72,8 +67,6 @@ def write_adapters(out_dir: Path, trained: StateDict, settings: dict[str, Any]) 
         part = part.replace(".default.weight", "" if part.startswith("magnitude_vector") else ".weight")
         weights[f"{theirs}.lora_{part}"] = value.detach()
     layers = sorted({name.partition(".lora_")[0] for name in weights})
-    make_folders(out_dir)
-    (out_dir / manifest.MANIFEST).unlink(missing_ok=True)  # removed until it describes the new files
-    adapter_config(layers, settings, inference_mode=True).save_pretrained(str(out_dir))
-    write_tensors(out_dir / WEIGHTS_NAME, {f"{_PREFIX}{name}": value for name, value in weights.items()})
-    manifest.write(out_dir, sync_files(out_dir, ["adapter_config.json", WEIGHTS_NAME]))
+    with new_directory(out_dir, ["adapter_config.json", WEIGHTS_NAME]):
+        adapter_config(layers, settings, inference_mode=True).save_pretrained(str(out_dir))
+        write_tensors(out_dir / WEIGHTS_NAME, {f"{_PREFIX}{name}": value for name, value in weights.items()})

@@ -6,7 +6,7 @@ from torch import nn
 from megaclip.comm.groups import RankGroup
 from megaclip.comm.parallelism import ONE_RANK
 from megaclip.errors import ConfigError
-from megaclip.models.blocks import Part, parameters_of
+from megaclip.models.blocks import parameters_of
 from megaclip.models.config import ModelConfig, TimmVisionConfig
 from megaclip.models.dual_encoder import DualEncoder
 from megaclip.models.layers import LayerFactory
@@ -42,17 +42,20 @@ class ClipModel(DualEncoder):
         # Captions that are cut have several lengths, and a block compiles faster than a tower.
         self.compiles_whole_text_tower = not is_cut_exact(config.text_cfg)
 
-    def lock_image_tower(self, unlocked_groups: int = 0) -> None:
-        """Freeze the image tower, except its last `unlocked_groups` groups.
+    def lock_tower(self, name: str, unlocked_groups: int = 0) -> None:
+        """Freeze a tower, except its last `unlocked_groups` groups.
 
         From last to first, the groups are: attention pooling and projection; last block with norm; each earlier block;
         stem.
         """
-        _lock(self.visual, self.visual.trainable_groups(), unlocked_groups)
-
-    def lock_text_tower(self, unlocked_layers: int = 0) -> None:
-        """Freeze the text tower, except its last `unlocked_layers` groups; the groups are as in the image tower."""
-        _lock(self.text, self.text.trainable_groups(), unlocked_layers)
+        if unlocked_groups < 0:
+            raise ConfigError(f"the number of unlocked groups is {unlocked_groups}, expected 0 or more")
+        tower = self.parts()[name]
+        groups = self.layer_groups(tower)
+        tower.requires_grad_(False)
+        for group in groups[len(groups) - min(unlocked_groups, len(groups)) :]:
+            for parameter in group:
+                parameter.requires_grad_(True)
 
     def blocks_gathered_at_once(self) -> list[tuple[nn.Module, bool]]:
         """Return the blocks of both towers; only the first trained block above locked ones is gathered in parts."""
@@ -71,7 +74,7 @@ class ClipModel(DualEncoder):
         return list(tower.transformer.resblocks)
 
     def layer_groups(self, tower: nn.Module) -> list[list[nn.Parameter]]:
-        """Return the parameters of the groups that `lock_image_tower` documents, from input to output."""
+        """Return the parameters of the groups that `lock_tower` documents, from input to output."""
         assert isinstance(tower, VisionTower | TextTower)
         return [parameters_of(group) for group in tower.trainable_groups()]
 
@@ -79,12 +82,3 @@ class ClipModel(DualEncoder):
         """Return all blocks except a last one that computes one token."""
         blocks = self.tower_blocks(tower)
         return blocks if getattr(tower, "attn_pool", None) is not None else blocks[:-1]
-
-
-def _lock(tower: nn.Module, groups: list[list[Part | None]], unlocked_groups: int) -> None:
-    if unlocked_groups < 0:
-        raise ConfigError(f"the number of unlocked groups is {unlocked_groups}, expected 0 or more")
-    tower.requires_grad_(False)
-    for group in groups[len(groups) - min(unlocked_groups, len(groups)) :]:
-        for parameter in parameters_of(group):
-            parameter.requires_grad_(True)

@@ -197,12 +197,11 @@ class DualEncoder(nn.Module, abc.ABC):
         return {"image": self.visual, "text": self.text}
 
     @abc.abstractmethod
-    def lock_image_tower(self, unlocked_groups: int = 0) -> None:
-        """Freeze the image tower, except its last `unlocked_groups` groups. Raises ConfigError if it has no groups."""
+    def lock_tower(self, name: str, unlocked_groups: int = 0) -> None:
+        """Freeze the tower "image" or "text", except its last `unlocked_groups` groups.
 
-    @abc.abstractmethod
-    def lock_text_tower(self, unlocked_layers: int = 0) -> None:
-        """Freeze the text tower, except its last `unlocked_layers` groups. Raises ConfigError if it has no groups."""
+        Raises ConfigError if it has no groups.
+        """
 
     @abc.abstractmethod
     def blocks_gathered_at_once(self) -> list[tuple[nn.Module, bool]]:

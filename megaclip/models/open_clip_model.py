@@ -133,15 +133,15 @@ class OpenClipModel(DualEncoder):
         padding = getattr(getattr(self.text, "config", None), "pad_token_id", None)
         return torch.full_like(row, 1) if padding == 0 else torch.zeros_like(row)
 
-    def lock_image_tower(self, unlocked_groups: int = 0) -> None:
-        """Freeze the image tower as open_clip's --lock-image does; a projection behind a timm trunk stays trained."""
-        with _as_config_error(f"--lock-image-unlocked-groups {unlocked_groups}", self.visual):
-            self.visual.lock(unlocked_groups=unlocked_groups)  # type: ignore[operator]
+    def lock_tower(self, name: str, unlocked_groups: int = 0) -> None:
+        """Freeze a tower as open_clip's --lock-image and --lock-text do.
 
-    def lock_text_tower(self, unlocked_layers: int = 0) -> None:
-        """Freeze the text tower as open_clip's --lock-text does; Hugging Face models keep a trained projection."""
-        with _as_config_error(f"--lock-text-unlocked-layers {unlocked_layers}", self.text):
-            self.text.lock(unlocked_layers)  # type: ignore[operator]
+        A projection behind a timm trunk or a Hugging Face model stays trained.
+        """
+        tower: Any = self.parts()[name]
+        flag = "image-unlocked-groups" if name == "image" else "text-unlocked-layers"
+        with _as_config_error(f"--lock-{flag} {unlocked_groups}", tower):
+            tower.lock(unlocked_groups)  # the first argument of all towers
 
     def blocks_gathered_at_once(self) -> list[tuple[nn.Module, bool]]:
         """Return the blocks of both towers.

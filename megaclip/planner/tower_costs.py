@@ -141,7 +141,7 @@ def _traced(
     config = kind.model_validate_json(description)
     model = meta_model(config) if tensor_ranks == 1 else _one_rank_of(config, tensor_ranks)
     if unlocked_groups is not None:
-        (model.lock_image_tower if name == "image" else model.lock_text_tower)(unlocked_groups)
+        model.lock_tower(name, unlocked_groups)
     if lora is not None:
         add_adapters(model, lora.model_dump())
     if compute_bytes == 2:

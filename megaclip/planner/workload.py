@@ -403,9 +403,9 @@ def tower_parameters(
     """Count both towers' parameters on one of the tensor-parallel ranks, on the model itself, built without values."""
     model = meta_model(kind.model_validate_json(model_json))
     if image_unlocked is not None:
-        model.lock_image_tower(image_unlocked)
+        model.lock_tower("image", image_unlocked)
     if text_unlocked is not None:
-        model.lock_text_tower(text_unlocked)
+        model.lock_tower("text", text_unlocked)
     if lora is not None:
         add_adapters(model, lora.model_dump())
 

@@ -90,9 +90,9 @@ def build_engine(
     )
     copy_weights(model, pretrained)
     if arguments.lock_image:
-        model.lock_image_tower(arguments.lock_image_unlocked_groups)
+        model.lock_tower("image", arguments.lock_image_unlocked_groups)
     if arguments.lock_text:
-        model.lock_text_tower(arguments.lock_text_unlocked_layers)
+        model.lock_tower("text", arguments.lock_text_unlocked_layers)
     locked = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     if (lora := config.megaclip.lora) is not None:
         model.base_sha256 = checksum_of(pretrained)

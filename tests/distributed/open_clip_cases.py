@@ -155,8 +155,8 @@ def oracle(case: Case, folder: Path, rates: Rates = same_rates) -> Outcome:
     with smooth_activations():
         model = build_model(description(case, folder)).double().train()
     if case.locked:
-        model.lock_image_tower(UNLOCKED_GROUPS[case.locked])
-        model.lock_text_tower(UNLOCKED_GROUPS[case.locked])
+        model.lock_tower("image", UNLOCKED_GROUPS[case.locked])
+        model.lock_tower("text", UNLOCKED_GROUPS[case.locked])
     if lora := dict(case.section).get("lora"):
         torch.manual_seed(SEED)
         add_adapters(model, LoraSettings(**lora).model_dump())

@@ -86,7 +86,7 @@ def step_of_training(engine):
 def check_export(stage, bf16, folder):
     """After a step of a partly frozen model, the exported weights equal those of the running model."""
     model = built(stage, bf16)
-    model.lock_text_tower(1)
+    model.lock_tower("text", 1)
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     group = {"params": list(trainable.values()), PARAMETER_NAMES: list(trainable)}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=[group], config=ds_config(stage, bf16))

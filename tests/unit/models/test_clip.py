@@ -166,4 +166,4 @@ def test_activation_checkpointing_gives_the_same_gradients(config):
 
 def test_negative_number_of_unlocked_groups_is_refused(config):
     with pytest.raises(ConfigError, match="-1"):
-        build_model(config).lock_image_tower(-1)
+        build_model(config).lock_tower("image", -1)

@@ -23,14 +23,14 @@ def test_layers_of_every_kind_of_tower_are_grouped_and_locked(name, tmp_path):
         assert sorted(found) == sorted(map(id, tower.parameters()))
         assert len(groups) == blocks + 2
     model.set_activation_checkpointing(lambda function, *inputs: function(*inputs))
-    model.lock_text_tower(1)
+    model.lock_tower("text", 1)
     stem, first, last, _ = model.layer_groups(model.text)
     assert not any(parameter.requires_grad for parameter in stem)
     # open_clip's own text towers count the projection as a group
     locked = name in HUGGING_FACE or not any(parameter.requires_grad for parameter in last)
     assert locked and not any(parameter.requires_grad for parameter in first)
     assert name not in HUGGING_FACE or all(parameter.requires_grad for parameter in last)
-    model.lock_image_tower(0)
+    model.lock_tower("image", 0)
     assert not any(parameter.requires_grad for parameter in model.layer_groups(model.visual)[0])
 
 

@@ -30,8 +30,8 @@ def locked_job(tmp_path: Path, unlocked: int | None, model: ModelDescription | N
 def locked_open_clip(model: ModelDescription, unlocked: int | None) -> torch.nn.Module:
     built = build_model(model)
     if unlocked is not None:
-        built.lock_image_tower(unlocked)
-        built.lock_text_tower(unlocked)
+        built.lock_tower("image", unlocked)
+        built.lock_tower("text", unlocked)
     return built.train()
 
 

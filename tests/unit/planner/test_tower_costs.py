@@ -47,8 +47,8 @@ def locked_model(config: ModelConfig, unlocked: int | None) -> DualEncoder:
     """Return a model in training mode with both towers locked except for the last groups. None: nothing is locked."""
     model = build_model(config)
     if unlocked is not None:
-        model.lock_image_tower(unlocked)
-        model.lock_text_tower(unlocked)
+        model.lock_tower("image", unlocked)
+        model.lock_tower("text", unlocked)
     return model.train()
 
 

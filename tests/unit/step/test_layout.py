@@ -66,9 +66,9 @@ def test_towers_run_as_often_as_planned(tmp_path: Path) -> None:
     for image_unlocked, text_unlocked, image_chunks, text_chunks, keep in STEPS:
         model = build_model(SMALL)
         if image_unlocked is not None:
-            model.lock_image_tower(image_unlocked)
+            model.lock_tower("image", image_unlocked)
         if text_unlocked is not None:
-            model.lock_text_tower(text_unlocked)
+            model.lock_tower("text", text_unlocked)
         job = replace(plain, image_unlocked=image_unlocked, text_unlocked=text_unlocked).with_megaclip(keep_graphs=keep)
         job = job.with_batch(rows, micro_batch=rows // image_chunks, text_micro_batch=rows // text_chunks)
         tokens = torch.randint(1, 32, (rows, 6))

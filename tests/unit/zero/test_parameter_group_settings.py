@@ -35,7 +35,7 @@ def groups(folder: Path, section: dict[str, Any], image_unlocked: int | None = N
     path.write_text(json.dumps(config))
     model = build_model(MODEL)
     if image_unlocked is not None:
-        model.lock_image_tower(image_unlocked)
+        model.lock_tower("image", image_unlocked)
     return parameter_groups(model, load_training_config(path))
 
 
