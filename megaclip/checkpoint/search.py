@@ -88,7 +88,7 @@ def find_latest(folder: Path) -> str | None:
     """
     tag = read_latest(folder)
     if tag is None:
-        return _warn_of_missing_latest(folder, newest_first(folder))
+        return next(iter(candidates(folder)), None)
     require_complete(folder, tag)
     return tag
 
@@ -102,7 +102,8 @@ def candidates(folder: Path) -> list[str]:
     """
     tag, complete = latest_tag(folder), newest_first(folder)
     if tag is None:
-        _warn_of_missing_latest(folder, complete)
+        if complete and group_rank() == 0:
+            logger.warning("%s is missing or damaged; using the checkpoint that was saved last", folder / LATEST)
         return complete
     earlier, run = [one for one in complete if step_of(one) < step_of(tag)], run_of(folder, tag)
     return [tag, *(one for one in earlier if run is None or run_of(folder, one) == run)]
@@ -120,15 +121,6 @@ def latest_tag(folder: Path) -> str | None:
     """Return the tag that `latest` names, None if there is no such file or its content is not a tag."""
     content = read_latest(folder)
     return content if content is not None and _TAG.fullmatch(content) else None
-
-
-def _warn_of_missing_latest(folder: Path, complete: list[str]) -> str | None:
-    """Warn if `folder` has complete checkpoints; return the first of them."""
-    if not complete:
-        return None
-    if group_rank() == 0:
-        logger.warning("%s is missing or damaged; using the checkpoint that was saved last", folder / LATEST)
-    return complete[0]
 
 
 def locate(path: Path, tag: str | None = None) -> tuple[Path, str]:

@@ -15,7 +15,7 @@ has an argument `pieces`, its input may be packed (`megaclip.models.packing`): (
 for its output, except that the output for one position per row is (b, 1, C).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,20 +33,8 @@ CheckpointFunction = Callable[..., Any]
 """checkpoint_fn(function, *arguments, **options) returns function(*arguments, **options), and recomputes it in the
 backward pass."""
 
-Part = nn.Module | nn.Parameter
-"""Module or parameter that is locked or unlocked as a unit."""
-
 Position = torch.Tensor | int
 """Position of one token in every row: (b,) int64, or one integer for all rows, negative from the end."""
-
-
-def parameters_of(parts: Iterable[Part | None]) -> list[nn.Parameter]:
-    """Return the parameters of parts of a tower, in their order."""
-    found: list[nn.Parameter] = []
-    for part in parts:
-        if part is not None:
-            found += [part] if isinstance(part, nn.Parameter) else part.parameters()
-    return found
 
 
 def projection(kind: Projection, width: int, embed_dim: int) -> nn.Parameter | nn.Linear | None:

@@ -6,10 +6,10 @@ from torch import nn
 from megaclip.comm.groups import RankGroup
 from megaclip.comm.parallelism import ONE_RANK
 from megaclip.errors import ConfigError
-from megaclip.models.blocks import parameters_of
 from megaclip.models.config import ModelConfig, TimmVisionConfig
 from megaclip.models.dual_encoder import DualEncoder
 from megaclip.models.layers import LayerFactory
+from megaclip.models.open_clip_layers import transformer_layer_groups
 from megaclip.models.text import TextTower, is_cut_exact
 from megaclip.models.vision import VisionTower
 
@@ -75,8 +75,7 @@ class ClipModel(DualEncoder):
 
     def layer_groups(self, tower: nn.Module) -> list[list[nn.Parameter]]:
         """Return the parameters of the groups that `lock_tower` documents, from input to output."""
-        assert isinstance(tower, VisionTower | TextTower)
-        return [parameters_of(group) for group in tower.trainable_groups()]
+        return transformer_layer_groups(tower)
 
     def blocks_to_compile(self, tower: nn.Module) -> list[nn.Module]:
         """Return all blocks except a last one that computes one token."""

@@ -179,27 +179,22 @@ def _megatron_layers() -> tuple[Any, Any]:
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.tensor_parallel import layers
 
-    def config(group: RankGroup) -> Any:
-        return ModelParallelConfig(
+    def build(layer: Any, kind: Any, dim: int, inputs: int, outputs: int, group: RankGroup, **options: Any) -> None:
+        config = ModelParallelConfig(
             tensor_model_parallel_size=group.size, use_cpu_initialization=True, perform_initialization=False
         )
+        kind.__init__(layer, inputs, outputs, config=config, init_method=None, tp_group=group.handle, **options)
+        # DeepSpeed's gradient norm reads these; Megatron-core 0.16.1 sets them only where it draws the initial values.
+        weight = layer.weight
+        weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, dim, 1
 
     class ByOutput(layers.ColumnParallelLinear):
         # Without this, state dicts hold an empty `_extra_state` for every layer.
         get_extra_state = nn.Module.get_extra_state
 
         def __init__(self, inputs: int, outputs: int, group: RankGroup, shares_input: bool, bias: bool) -> None:
-            super().__init__(
-                inputs,
-                outputs,
-                config=config(group),
-                init_method=None,
-                bias=bias,
-                gather_output=False,
-                disable_grad_reduce=shares_input,
-                tp_group=group.handle,
-            )
-            _mark_as_split(self.weight, 0)
+            options = {"bias": bias, "gather_output": False, "disable_grad_reduce": shares_input}
+            build(self, layers.ColumnParallelLinear, 0, inputs, outputs, group, **options)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x)[0]
@@ -208,25 +203,11 @@ def _megatron_layers() -> tuple[Any, Any]:
         get_extra_state = nn.Module.get_extra_state
 
         def __init__(self, inputs: int, outputs: int, group: RankGroup) -> None:
-            super().__init__(
-                inputs,
-                outputs,
-                config=config(group),
-                init_method=None,
-                bias=True,
-                input_is_parallel=True,
-                skip_bias_add=False,
-                tp_group=group.handle,
-            )
-            _mark_as_split(self.weight, 1)
+            options = {"bias": True, "input_is_parallel": True, "skip_bias_add": False}
+            build(self, layers.RowParallelLinear, 1, inputs, outputs, group, **options)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             # Megatron-core 0.16.1 returns a non-contiguous output without summing it.
             return super().forward(x.contiguous())[0]
 
     return ByOutput, ByInput
-
-
-def _mark_as_split(weight: Any, dim: int) -> None:
-    """Set what DeepSpeed's gradient norm reads; Megatron-core 0.16.1 sets it only where it draws the initial values."""
-    weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, dim, 1

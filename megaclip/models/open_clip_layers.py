@@ -1,16 +1,47 @@
-"""Layer groups of open_clip's towers, from input to output.
+"""Layer groups of the towers of MegaCLIP and open_clip, from input to output.
 
 The groups are those of `layer_groups()` in open_clip's development version (4.2.0.dev0): a stem, one group per block or
-stage, and a head. open_clip 3.3.0 has no such method. Layer-wise learning-rate decay uses them.
+stage, and a head. open_clip 3.3.0 has no such method. Layer-wise learning-rate decay uses them, and locks of MegaCLIP's
+towers.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from megaclip.errors import ConfigError, first_line
-from megaclip.models.blocks import Part, parameters_of
 from megaclip.open_clip_package import import_open_clip
+
+Part = nn.Module | nn.Parameter
+
+_STEM = ("conv1", "token_embedding", "class_embedding", "positional_embedding", "cls_emb", "ln_pre")
+_LAST_NORM = ("ln_post", "ln_final")
+_HEAD = ("attn_pool", "proj", "text_projection")
+"""Parts before, in and behind the last block of a transformer, by open_clip's names."""
+
+
+def transformer_layer_groups(tower: Any) -> list[list[nn.Parameter]]:
+    """Return the parameters of a transformer with open_clip's names in groups: stem, blocks, and head if it has one.
+
+    The norm behind the last block belongs to that block's group.
+    """
+
+    def parts(names: tuple[str, ...]) -> list[Part]:
+        found = (getattr(tower, name, None) for name in names)
+        return [part for part in found if isinstance(part, nn.Module | nn.Parameter)]
+
+    blocks: list[list[Part]] = [[block] for block in tower.transformer.resblocks]
+    blocks[-1] += parts(_LAST_NORM)
+    groups = [parameters_of(group) for group in (parts(_STEM), *blocks, parts(_HEAD))]
+    return [group for group in groups if group]
+
+
+def parameters_of(parts: Iterable[Part]) -> list[nn.Parameter]:
+    """Return the parameters of parts of a tower, in their order."""
+    return [
+        parameter for part in parts for parameter in ([part] if isinstance(part, nn.Parameter) else part.parameters())
+    ]
 
 
 def open_clip_layer_groups(tower: nn.Module) -> list[list[nn.Parameter]]:
@@ -19,39 +50,36 @@ def open_clip_layer_groups(tower: nn.Module) -> list[list[nn.Parameter]]:
     Raises:
         ConfigError: the layers of the tower are not known.
     """
-    groups = [parameters_of(parts) for parts in _parts(tower)]
+    groups = _groups(tower)
     found = {id(parameter) for group in groups for parameter in group}
     groups[-1] += [parameter for parameter in tower.parameters() if id(parameter) not in found]
     return [group for group in groups if group]
 
 
-def _parts(tower: Any) -> list[list[Part | None]]:
+def _groups(tower: Any) -> list[list[nn.Parameter]]:
     import_open_clip()
     from open_clip.hf_model import HFTextEncoder
     from open_clip.modified_resnet import ModifiedResNet
     from open_clip.timm_model import TimmModel
     from open_clip.transformer import TextTransformer, VisionTransformer
 
+    if isinstance(tower, VisionTransformer | TextTransformer):
+        return transformer_layer_groups(tower)
     if isinstance(tower, TimmModel):
-        return _timm_parts(tower)
+        return _timm_groups(tower)
+    if isinstance(tower, HFTextEncoder):
+        return _hugging_face_groups(tower)
     if isinstance(tower, ModifiedResNet):
         stem = [tower.conv1, tower.bn1, tower.conv2, tower.bn2, tower.conv3, tower.bn3]
-        return [stem, [tower.layer1], [tower.layer2], [tower.layer3], [tower.layer4], [tower.attnpool]]
-    if isinstance(tower, HFTextEncoder):
-        return _hugging_face_parts(tower)
-    if isinstance(tower, VisionTransformer):
-        stem = [tower.conv1, tower.class_embedding, tower.positional_embedding, tower.ln_pre]
-        return [stem, *_blocks(tower.transformer.resblocks, tower.ln_post), [tower.proj]]
-    if isinstance(tower, TextTransformer):
-        stem = [tower.token_embedding, tower.positional_embedding, tower.cls_emb]
-        return [stem, *_blocks(tower.transformer.resblocks, tower.ln_final), [_part(tower.text_projection)]]
+        stages = [[tower.layer1], [tower.layer2], [tower.layer3], [tower.layer4], [tower.attnpool]]
+        return [parameters_of(parts) for parts in (stem, *stages)]
     raise ConfigError(
         f"the layers of {type(tower).__name__} are not known to MegaCLIP; leave megaclip.image_layer_decay and "
         "megaclip.text_layer_decay out for it"
     )
 
 
-def _timm_parts(tower: Any) -> list[list[Part | None]]:
+def _timm_groups(tower: Any) -> list[list[nn.Parameter]]:
     """Return timm's own groups of the trunk, and the projection of open_clip."""
     from timm.models import group_parameters
 
@@ -68,22 +96,11 @@ def _timm_parts(tower: Any) -> list[list[Part | None]]:
     return [*layers, head] if head else layers
 
 
-def _hugging_face_parts(tower: Any) -> list[list[Part | None]]:
+def _hugging_face_groups(tower: Any) -> list[list[nn.Parameter]]:
     """Return the embeddings, each layer, and the projection of open_clip together with the model's own pooler."""
     from open_clip.hf_configs import arch_dict
 
     names = arch_dict[tower.config.model_type]["config_names"]
     encoder = getattr(tower.transformer, "encoder", tower.transformer)
-    layers: list[list[Part | None]] = [[layer] for layer in getattr(encoder, names["layer_attr"])]
-    return [[getattr(tower.transformer, names["token_embeddings_attr"])], *layers, []]
-
-
-def _blocks(blocks: nn.ModuleList, norm: nn.Module) -> list[list[Part | None]]:
-    """Return one group per block; the last one includes the norm behind it."""
-    parts: list[list[Part | None]] = [[block] for block in blocks]
-    parts[-1].append(norm)
-    return parts
-
-
-def _part(value: Any) -> Part | None:
-    return value if isinstance(value, nn.Module | nn.Parameter) else None
+    layers = [list(layer.parameters()) for layer in getattr(encoder, names["layer_attr"])]
+    return [list(getattr(tower.transformer, names["token_embeddings_attr"]).parameters()), *layers, []]

@@ -14,7 +14,7 @@ from torch import nn
 
 from megaclip.comm.collectives import gather_integers
 from megaclip.comm.groups import RankGroup
-from megaclip.models.blocks import Part, Position, Transformer, project, projection
+from megaclip.models.blocks import Position, Transformer, project, projection
 from megaclip.models.config import TextConfig
 from megaclip.models.layers import LayerFactory
 from megaclip.models.open_clip_config import OpenClipText
@@ -110,10 +110,3 @@ class TextTower(nn.Module):
             x_bLC = self.token_embedding(pack(cut(tokens, pieces))) + pack(of_rows)
         x_b1C = self.transformer(x_bLC, pooled_position(tokens, self.config), pieces)
         return project(self.ln_final(x_b1C.squeeze(1)), self.text_projection)
-
-    def trainable_groups(self) -> list[list[Part | None]]:
-        """Return the parts of the tower from input to output, in the groups that open_clip locks and unlocks."""
-        blocks: list[list[Part | None]] = [[block] for block in self.transformer.resblocks]
-        stem: list[Part | None] = [self.token_embedding, self.positional_embedding]
-        head: list[Part | None] = [self.text_projection]
-        return [stem, *blocks[:-1], [*blocks[-1], self.ln_final], *([] if self.text_projection is None else [head])]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megaclip.models.blocks import AttentionPooling, Part, Transformer, project, projection
+from megaclip.models.blocks import AttentionPooling, Transformer, project, projection
 from megaclip.models.config import TimmVisionConfig, VisionConfig
 from megaclip.models.layers import LayerFactory
 from megaclip.models.rotary import rotation_of
@@ -115,10 +115,3 @@ class VisionTower(nn.Module):
         else:
             pooled_bC = self.ln_post(self.transformer(x_bLC))[:, 1:].mean(dim=1)
         return project(pooled_bC, self.proj)
-
-    def trainable_groups(self) -> list[list[Part | None]]:
-        """Return the parts of the tower from input to output, in the groups that open_clip locks and unlocks."""
-        blocks: list[list[Part | None]] = [[block] for block in self.transformer.resblocks]
-        stem: list[Part | None] = [self.conv1, self.class_embedding, self.positional_embedding, self.ln_pre]
-        head: list[Part | None] = [part for part in (self.attn_pool, self.proj) if part is not None]
-        return [stem, *blocks[:-1], [*blocks[-1], self.ln_post], *([head] if head else [])]

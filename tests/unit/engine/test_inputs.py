@@ -192,7 +192,7 @@ def test_locks_that_lock_nothing_are_refused(folder: Path, tower: str, unit: str
     flags = [f"--lock-{tower}", f"--lock-{tower}-unlocked-{unit}"]
     model = meta_model(load_model_config("demo-tiny"))
     part = {"image": model.visual, "text": model.text}[tower]
-    most = len(part.trainable_groups()) - 1
+    most = len(model.layer_groups(part)) - 1
     assert read(folder, "--model", folder / "exported", *flags, most).model_config is not None
     with pytest.raises(ConfigError, match=rf"{flags[1]} {most + 1}: .* use at most {most}, or leave out {flags[0]}$"):
         read(folder, "--model", folder / "exported", *flags, most + 1)
