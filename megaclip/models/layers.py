@@ -184,9 +184,7 @@ def _megatron_layers() -> tuple[Any, Any]:
             tensor_model_parallel_size=group.size, use_cpu_initialization=True, perform_initialization=False
         )
         kind.__init__(layer, inputs, outputs, config=config, init_method=None, tp_group=group.handle, **options)
-        # DeepSpeed's gradient norm reads these; Megatron-core 0.16.1 sets them only where it draws the initial values.
-        weight = layer.weight
-        weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, dim, 1
+        _mark_as_split(layer.weight, dim)
 
     class ByOutput(layers.ColumnParallelLinear):
         # Without this, state dicts hold an empty `_extra_state` for every layer.
@@ -211,3 +209,8 @@ def _megatron_layers() -> tuple[Any, Any]:
             return super().forward(x.contiguous())[0]
 
     return ByOutput, ByInput
+
+
+def _mark_as_split(weight: Any, dim: int) -> None:
+    """Set what DeepSpeed's gradient norm reads; Megatron-core 0.16.1 sets it only where it draws the initial values."""
+    weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, dim, 1

@@ -161,9 +161,10 @@ def in_open_clips_names(flags, model):
 def test_locking_freezes_the_same_parameters_as_open_clip(name, unlocked):
     theirs = open_clip_model(variant(name))
     ours = build_model(ModelConfig.from_dict(variant(name)))
-    for model in (theirs, ours):
-        model.lock_tower("image", unlocked)
-        model.lock_tower("text", unlocked)
+    theirs.lock_image_tower(unlocked)
+    theirs.lock_text_tower(unlocked)
+    for tower in ("image", "text"):
+        ours.lock_tower(tower, unlocked)
     trainable = {name: p.requires_grad for name, p in ours.named_parameters()}
     expected = {name: {float(p.requires_grad)} for name, p in theirs.named_parameters()}
     assert in_open_clips_names(trainable, ours) == expected
