@@ -44,6 +44,20 @@ def test_the_default_limit_follows_the_median_step(without_ranks, monkeypatch):
     assert watched.step_limit_s() == watchdog.STEPS_OF_DEFAULT * 60.0
 
 
+def test_work_without_steps_may_take_longer_than_a_step(without_ranks, monkeypatch):
+    watched, now = watchdog.Watchdog(Path("nowhere"), 100.0), [0.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    for step in range(1, 5):
+        watched.step_done(step)
+    now[0] += 101.0
+    assert watched._state()["late"]
+    with watched.phase("an evaluation"):
+        now[0] += 3599.0
+        assert not watched._state()["late"]
+        now[0] += 2.0
+        assert watched._state()["late"]
+
+
 def watch_with(answers: dict[int, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> dict[int, str] | None:
     """Return the verdict of rank 0, which hangs, given the heartbeats of several ranks before and after its wait."""
     monkeypatch.setattr(watchdog.dist, "get_rank", lambda: 0)
