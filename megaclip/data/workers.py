@@ -54,6 +54,8 @@ _DEATH_WAIT_S = 1.0
 """Seconds to wait for the exit code of a worker whose connection has ended."""
 _KILL_WAIT_S = 5.0
 """Seconds to wait for the end of a killed worker, which may wait for a disk."""
+_PARENT_CHECK_S = 1.0
+"""Seconds between two checks of an idle worker whether its parent exists."""
 
 _timeout_s = WORKER_TIMEOUT_S
 _running: weakref.WeakSet[WorkerResults] = weakref.WeakSet()
@@ -119,7 +121,7 @@ class WorkerResults:
                 connection, of_worker = context.Pipe()
                 self._connections.append(connection)
                 with of_worker:
-                    work = functools.partial(_work, self._function, of_worker, self._rows, number)
+                    work = functools.partial(_work, self._function, of_worker, os.getpid(), self._rows, number)
                     worker = context.Process(target=work, daemon=True)
                     worker.start()
                 self.workers.append(worker)
@@ -202,8 +204,8 @@ class WorkerResults:
         )
 
 
-def _work(function: Callable[[Any], Any], connection: Connection, rows: Any, number: int) -> None:
-    """Run a worker, until the process that has forked it ends or closes the connection."""
+def _work(function: Callable[[Any], Any], connection: Connection, parent: int, rows: Any, number: int) -> None:
+    """Run a worker, until `parent`, the process that has forked it, ends or closes the connection."""
     global _own_row
     with contextlib.suppress(OSError):  # a system without /proc
         Path("/proc/self/comm").write_text(NAME)
@@ -219,8 +221,9 @@ def _work(function: Callable[[Any], Any], connection: Connection, rows: Any, num
     answers = queue.SimpleQueue[bytes]()
     threading.Thread(target=_send, args=(connection, answers), daemon=True).start()
     with contextlib.suppress(EOFError, ConnectionError):
-        while True:
-            answers.put(_answer(function, connection.recv()))
+        while os.getppid() == parent:  # another process that it has forked may hold the connection
+            if connection.poll(_PARENT_CHECK_S):
+                answers.put(_answer(function, connection.recv()))
 
 
 def _answer(function: Callable[[Any], Any], item: Any) -> bytes:

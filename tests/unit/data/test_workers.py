@@ -330,21 +330,30 @@ def test_a_worker_that_hangs_is_a_data_error_after_the_timeout_that_was_set():
 
 
 KILLED = """
-import os, signal, torch
+import os, signal, time, torch
 from megaclip.data.workers import WorkerResults
 
 results = WorkerResults(lambda _: torch.zeros(2**20), range(100), num_workers=2)
 next(results)
-print(*(worker.pid for worker in results.workers), flush=True)
+if (other := os.fork()) == 0:
+    os.closerange(1, 3)
+    time.sleep(600)
+    os._exit(0)
+print(other, *(worker.pid for worker in results.workers), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 @pytest.mark.timeout(120)
 def test_workers_of_a_killed_rank_end_without_a_traceback() -> None:
-    """They have results that nobody receives. Their output ends with the last of them."""
-    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True)
+    """They have results that nobody receives, and another process that the rank has forked does not end.
+
+    Their output ends with the last of them.
+    """
+    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGKILL and done.stderr == ""
-    for process in map(int, done.stdout.split()):
+    other, *processes = map(int, done.stdout.split())
+    os.kill(other, signal.SIGKILL)
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             psutil.Process(process).wait(60)
