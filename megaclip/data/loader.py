@@ -31,11 +31,10 @@ from megaclip.data.images import LARGEST_ON_GPU, ImageTransform, JpegCrop, image
 from megaclip.data.order import MixtureOrder, SampleOrder, rank_positions
 from megaclip.data.reading import INSPECT_ADVICE, BadSampleLog, EvaluationReader, Loaded, ReadableSet, TrainReader
 from megaclip.data.shard_cache import ShardCache
-from megaclip.data.shared_memory import shared_pixels
 from megaclip.data.source import DEFAULT_MAX_BAD_FRACTION
 from megaclip.data.sources import PairDataset
 from megaclip.data.tokenizers import Tokenizer
-from megaclip.data.workers import PREFETCHED, WorkerResults
+from megaclip.data.workers import PREFETCHED, WorkerResults, shared_pixels
 from megaclip.errors import DataError, first_line
 from megaclip.logging import get_logger, log_once
 
@@ -73,7 +72,7 @@ class TrainLoader:
     `shard_cache.ShardCache`. Default: every sample is read by its range of bytes.
     gpu_decoder: replaces the JPEG files that workers leave to a GPU by their pixels. Default: workers decode all files.
     features: image features from a cache, whose bytes (b, width) uint8 replace the pixels. Default: images are decoded.
-    slots: (S, m, 3, H, W) uint8, memory of `shared_memory.shared_pixels` for the pixels of S micro-batches of m rows. S
+    slots: (S, m, 3, H, W) uint8, memory of `workers.shared_pixels` for the pixels of S micro-batches of m rows. S
     is greater than `slots_ahead(m, num_workers)`. Default: the smallest S.
     pin_memory: yield copies in page-locked memory, for a trainer that copies them to its GPU itself (such as
     tools/bench_methods.py). `megaclip.engine` calls `read` instead.

@@ -8,7 +8,7 @@ share no lock, which a killed worker could leave locked.
 A worker notes the row that it reads (`note_row`), so that the error can name it. It writes its Python stacks when it
 receives SIGUSR2 (`worker_stacks`).
 
-Pixels are too large for a connection, so workers write them into memory that both processes share (shared_memory.py).
+Pixels are too large for a connection, so workers write them into memory that both processes share (`shared_pixels`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import faulthandler
 import fcntl
 import functools
 import io
+import mmap
 import os
 import pickle
 import queue
@@ -75,6 +76,19 @@ def note_row(row: int) -> None:
     """Note the row that this process is about to read. It has no effect outside of a worker."""
     if _own_row is not None:
         _own_row(row)
+
+
+def shared_pixels(shape: tuple[int, ...], file: int = -1) -> torch.Tensor:
+    """Return zeros of this shape, uint8, which processes that are forked later share with this one.
+
+    They are no part of /dev/shm, whose size may be small.
+
+    file: descriptor of an open file of this size that contains the zeros. Default: they are in memory.
+
+    Raises OSError if the system refuses the memory.
+    """
+    pages = mmap.mmap(file, torch.Size(shape).numel())
+    return torch.frombuffer(pages, dtype=torch.uint8).view(shape)
 
 
 class WorkerResults:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.data import GpuDecoder, TrainLoader
-from megaclip.data.shared_memory import shared_pixels
+from megaclip.data.workers import shared_pixels
 from megaclip.errors import ConfigError, DataError, MegaclipError, first_line
 from megaclip.logging import format_bytes, get_logger
 from megaclip.models.packing import Pieces

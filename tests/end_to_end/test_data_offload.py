@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from megaclip.data.reading import EvaluationReader, TrainReader
-from megaclip.data.shared_memory import shared_pixels
+from megaclip.data.workers import shared_pixels
 from megaclip.errors import DataError
 from megaclip.planner import Cluster
 from megaclip.step import sample_store

@@ -32,8 +32,7 @@ from megaclip.data import loader as loader_module
 from megaclip.data import reading as reading_module
 from megaclip.data.batch import BadSample
 from megaclip.data.loader import SMALLEST_PART, parts_of
-from megaclip.data.shared_memory import shared_pixels
-from megaclip.data.workers import WORKER_TIMEOUT_S, WorkerResults
+from megaclip.data.workers import WORKER_TIMEOUT_S, WorkerResults, shared_pixels
 from megaclip.errors import DataError
 from megaclip.planner import constants
 from megaclip.planner.memory import slots_ahead as planned_slots_ahead
