@@ -263,7 +263,11 @@ def check_row_operations(module: Any, dtype: torch.dtype, device: str, gradient_
             gradient, dots = module.finish_gradient(total, x, y, pull, factor)
             both = module.finish_gradients(total, total.flip(0), x, y, pull, factor)
             twice = module.finish_gradients(total, total.flip(0), x, y, pull, factor / 2, torch.full_like(factor, 2.0))
+            source = torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(device)
+            sums_elsewhere = (total[source], total.flip(0)[source], x, y, pull[source], factor)
+            placed = module.finish_gradients(*sums_elsewhere, places=source.argsort())
         assert all(map(torch.equal, twice, both))  # multiplication by a power of two is exact
+        assert all(map(torch.equal, placed, both))
         assert torch.equal(both[0], gradient) and torch.equal(both[2], dots)
         assert torch.equal(both[1], module.finish_gradient(total.flip(0), y, x, pull, factor)[0])
         expected = total.double() - pull.double()[:, None] * y.double()

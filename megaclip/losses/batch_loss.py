@@ -3,7 +3,6 @@
 import copy
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -143,8 +142,7 @@ class SummedLoss(BatchLoss):
         if torch.compiler.is_compiling():
             loss = traced(self, inputs)
         else:
-            way = self.checked_way(inputs, ranks=resolve(self.group))
-            loss = self.differentiable(self.ordered(inputs)[0], way=way)
+            loss = self.differentiable(inputs, way=self.checked_way(inputs, ranks=resolve(self.group)))
         if inputs.logit_bias is None:
             loss = with_unused(loss, logit_bias)
         return {"contrastive_loss": loss} if output_dict else loss
@@ -159,21 +157,19 @@ class SummedLoss(BatchLoss):
 
     def evaluate(self, inputs: LossInputs, *, ranks: RankGroup, gradients: bool) -> LossAndSums:
         """Check the arguments, and return the loss and its sums. gradients: False if only the loss is used."""
-        way = self.checked_way(inputs, ranks=ranks)
-        ordered, put_back = self.ordered(inputs)
-        return put_back(self.sums(ordered, way=way))
-
-    def ordered(self, inputs: LossInputs) -> tuple[LossInputs, Callable[[LossAndSums], LossAndSums]]:
-        """Return the result of `in_order_of_ids` for the setting ids of this loss."""
-        return in_order_of_ids(inputs, masks=self.settings.ids == "mask")
+        return self.sums(inputs, way=self.checked_way(inputs, ranks=ranks))
 
     def sums(self, inputs: LossInputs, *, way: Way) -> LossAndSums:
-        """Return the result of `plain_sums`, from a recording if these sizes repeat and are small."""
+        """Return the loss and its sums, from a recording if these sizes repeat and are small."""
         plain = functools.partial(self.plain_sums, way=way)
-        return self._recordings.evaluate(plain, way, inputs) if self.records(inputs.x, way) else plain(inputs)
+        ordered = in_order_of_ids(inputs, self.settings.ids)
+        recorded = self.records(inputs.x, way)
+        return ordered.put_back(
+            self._recordings.evaluate(plain, way, ordered.inputs) if recorded else plain(ordered.inputs)
+        )
 
     def plain_sums(self, inputs: LossInputs, *, way: Way) -> LossAndSums:
-        """Compute the loss and the sums of its backward pass."""
+        """Compute the loss and the sums of its backward pass, of inputs in the order that masks need."""
         raise NotImplementedError
 
     def records(self, x: Tensor, way: Way) -> bool:

@@ -36,6 +36,7 @@ from megaclip.losses.compiled_operation import register_loss
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
 from megaclip.losses.first_order import first_order
+from megaclip.losses.id_order import in_order_of_ids
 from megaclip.losses.segments import sums_of_equal_ids
 from megaclip.losses.settings import ClipLossSettings
 from megaclip.losses.sums import DIFFERENTIABLE, LossAndSums, LossInputs, gradient_of_scalar
@@ -71,7 +72,7 @@ class ClipLoss(SummedLoss):
         if gradients:
             return super().evaluate(inputs, ranks=ranks, gradients=True)
         alpha, way = working_scalar(inputs.logit_scale, inputs.x), self.checked_way(inputs, ranks=ranks)
-        forward = _forward_pass(self.ordered(inputs)[0], alpha, self.settings, way)
+        forward = _forward_pass(in_order_of_ids(inputs, self.settings.ids).inputs, alpha, self.settings, way)
         (loss,) = _means_over_ranks(forward.loss, way=way)
         return LossAndSums(loss, *(alpha,) * 7)  # the caller uses only the loss
 
@@ -207,26 +208,28 @@ class _InfoNCE(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, settings: ClipLossSettings, way: Way, *tensors: Any) -> Tensor:
-        inputs = LossInputs(*tensors)
+        inputs, places, negative_places = in_order_of_ids(LossInputs(*tensors), settings.ids)
         forward = _forward_pass(inputs, working_scalar(inputs.logit_scale, inputs.x), settings, way)
         ctx.settings, ctx.way = settings, way
-        ctx.save_for_backward(*tensors, *forward[1:])
+        ctx.save_for_backward(*tensors[:2], places, negative_places, *inputs, *forward[1:])
         (loss,) = _means_over_ranks(forward.loss, way=way)
         return loss
 
     @staticmethod
     @first_order("ClipLoss")
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        x, y, places, negative_places, *others = ctx.saved_tensors
         count = len(LossInputs._fields)
-        inputs, kept = LossInputs(*ctx.saved_tensors[:count]), _Forward(d_loss, *ctx.saved_tensors[count:])
-        x, y, alpha = inputs.x, inputs.y, working_scalar(inputs.logit_scale, inputs.x)
+        inputs, kept = LossInputs(*others[:count]), _Forward(d_loss, *others[count:])
+        alpha = working_scalar(inputs.logit_scale, x)
         dx, dy, d_negatives, missing = _backward_pass(inputs, alpha, kept, ctx.settings, ctx.way)
         # L is a function of alpha*x, so alpha * dL/d(alpha) = sum_i <x_i, dL/dx_i>. The dots lack this factor alpha.
-        dx, dy, dots = finish_gradients(dx, dy, x, y, kept.pull, alpha, d_loss)
+        dx, dy, dots = finish_gradients(dx, dy, x, y, kept.pull, alpha, d_loss, places)
         total = dots.sum() if missing is None else dots.sum() + missing
         (d_alpha,) = _means_over_ranks(total, way=ctx.way)
         d_scale = gradient_of_scalar(d_alpha * d_loss, inputs.logit_scale)
         if inputs.negatives is not None:
+            d_negatives = d_negatives if negative_places is None else d_negatives[negative_places]
             d_negatives = (d_negatives * (alpha * d_loss)).to(inputs.negatives.dtype)
         gradients = LossInputs(dx, dy, d_scale, negatives=None if inputs.negatives is None else d_negatives)
         return None, None, *gradients

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megaclip.comm.groups import named
 from megaclip.losses.first_order import first_order
+from megaclip.losses.id_order import needs_order
 from megaclip.losses.sums import DIFFERENTIABLE, LossInputs, finish_gradients, saved
 from megaclip.ops.types import accumulation_dtype
 
@@ -71,22 +72,25 @@ def register_loss(name: str, loss_class: type[SummedLoss]) -> Any:
         group: str,
         gradients: bool,
         source: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         inputs = LossInputs(x, y, logit_scale, logit_bias, negatives, ids, negative_ids, negative_rows, weights)
         found = construct(settings).evaluate(inputs, ranks=named(group), gradients=gradients)
+        nowhere = x.new_empty(0, dtype=torch.int64)
         if not gradients:
-            return found.loss, *(found.loss.new_empty(0) for _ in range(7))  # type: ignore[return-value]
+            return found.loss, *(found.loss.new_empty(0) for _ in range(7)), nowhere  # type: ignore[return-value]
         # Results of an operation must not share memory with each other or with its arguments.
-        loss, dx, dy, pull, *others = found
+        loss, dx, dy, pull, *others, places = found
         copies = (other.to(x.device, copy=True) for other in others)
-        return loss, dx, dy, pull, *copies  # type: ignore[return-value]
+        return loss, dx, dy, pull, *copies, nowhere if places is None else places  # type: ignore[return-value]
 
     def fake(x: Tensor, y: Tensor, *others: Any) -> tuple[Tensor, ...]:
         negatives, gradients = others[2], others[-2]
         sums = x.new_empty((), dtype=accumulation_dtype(x))
         last = (0,) if negatives is None else negatives.shape
         shapes = (x.shape, y.shape, x.shape[:1], (), (), (), last) if gradients else ((0,),) * 7
-        return sums, *(sums.new_empty(shape) for shape in shapes)
+        ordered = gradients and needs_order(LossInputs(x, y, *others[:7]), construct(others[7]).settings.ids)
+        places = x.new_empty(x.shape[:1] if ordered else (0,), dtype=torch.int64)
+        return sums, *(sums.new_empty(shape) for shape in shapes), places
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.save_for_backward(*inputs[: len(LossInputs._fields)], *output[1:])

@@ -4,7 +4,6 @@ Entries with equal ids are left out of the tiles. If the ids of rows and columns
 neighbours in each row, and most tiles have none: masks then cost little, however many ids are equal.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,56 +12,47 @@ from torch import Tensor
 from megaclip.losses.sums import LossAndSums, LossInputs
 
 
-class _Order(NamedTuple):
-    """A permutation of n rows: row i moves from place `source[i]`, and to place `target[i]`."""
+class Ordered(NamedTuple):
+    """Inputs of a loss in the order of their ids."""
 
-    source: Tensor  # (n,) int64
-    target: Tensor  # (n,) int64
+    inputs: LossInputs
+    places: Tensor | None = None  # (b,) int64, the place of each pair in this order; None if nothing was moved
+    negative_places: Tensor | None = None  # (e,) int64
 
-    def moved(self, rows: Tensor | None) -> Tensor | None:
-        return None if rows is None else _Moved.apply(rows, *self)
-
-
-class _Moved(torch.autograd.Function):
-    """Rows in another order. The backward pass of PyTorch's indexing would add, in case a row is read twice."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, source: Tensor, target: Tensor) -> Tensor:
-        ctx.save_for_backward(target)
-        return rows.index_select(0, source)
-
-    @staticmethod
-    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None, None]:
-        return d_rows.index_select(0, *ctx.saved_tensors), None, None
+    def put_back(self, sums: LossAndSums) -> LossAndSums:
+        """Return the sums of these inputs as those of the original ones: with the places of the pairs."""
+        d_negatives = sums.d_negatives
+        if self.negative_places is not None:
+            d_negatives = d_negatives[self.negative_places]
+        return sums._replace(places=self.places, d_negatives=d_negatives)
 
 
-def in_order_of_ids(inputs: LossInputs, *, masks: bool) -> tuple[LossInputs, Callable[[LossAndSums], LossAndSums]]:
-    """Return the checked inputs in the order that masks need, and a function that puts sums back.
+def needs_order(inputs: LossInputs, meaning: str) -> bool:
+    """Return whether tiles mask ids of these inputs. meaning: the setting ids of the loss."""
+    return inputs.ids is not None and (meaning == "mask" or inputs.negative_ids is not None)
 
-    masks: the setting ids is "mask". Negatives that belong to one row each are not in tiles, and stay.
+
+def in_order_of_ids(inputs: LossInputs, meaning: str) -> Ordered:
+    """Return the checked inputs in the order that masks need.
+
+    Negatives that belong to one row each are not in tiles, and stay.
     """
-    if inputs.ids is None or not (masks or inputs.negative_ids is not None):
-        return inputs, lambda sums: sums
-    pairs, negatives = _ascending(inputs.ids), None
-    rows = inputs.negative_rows
-    if inputs.negative_ids is not None and rows is None:
-        negatives = _ascending(inputs.negative_ids)
-    moved: dict[str, Any] = {name: pairs.moved(getattr(inputs, name)) for name in ("x", "y", "ids", "weights")}
-    ordered = inputs._replace(**moved, negative_rows=None if rows is None else pairs.target[rows])
-    if negatives is not None:
-        ordered = ordered._replace(
-            negatives=negatives.moved(inputs.negatives), negative_ids=negatives.moved(inputs.negative_ids)
-        )
-
-    def put_back(sums: LossAndSums) -> LossAndSums:
-        back = {name: getattr(sums, name)[pairs.target] for name in ("dx", "dy", "pull")}
-        if negatives is not None:
-            back["d_negatives"] = sums.d_negatives[negatives.target]
-        return sums._replace(**back)
-
-    return ordered, put_back
+    if inputs.ids is None or not needs_order(inputs, meaning):
+        return Ordered(inputs)
+    ids, source, places = _ascending(inputs.ids)
+    weights, rows = inputs.weights, inputs.negative_rows
+    moved: dict[str, Any] = {name: getattr(inputs, name).index_select(0, source) for name in ("x", "y")}
+    moved |= {"ids": ids, "weights": None if weights is None else weights[source]}
+    ordered = inputs._replace(**moved, negative_rows=None if rows is None else places[rows])
+    if inputs.negatives is None or inputs.negative_ids is None or rows is not None:
+        return Ordered(ordered, places)
+    ids, source, negative_places = _ascending(inputs.negative_ids)
+    ordered = ordered._replace(negatives=inputs.negatives[source], negative_ids=ids)
+    return Ordered(ordered, places, negative_places)
 
 
-def _ascending(ids: Tensor) -> _Order:
-    source = ids.argsort(stable=True)
-    return _Order(source, torch.empty_like(source).scatter_(0, source, torch.arange(len(ids), device=ids.device)))
+def _ascending(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sorted ids (n,), the index of each in `ids`, and the place of each of `ids` among them."""
+    ordered, source = ids.sort(stable=True)
+    places = torch.empty_like(source).scatter_(0, source, torch.arange(len(ids), device=ids.device))
+    return ordered, source, places

@@ -87,7 +87,7 @@ class _SmallBatch:
         assert x is not None and y is not None
         self._inputs = LossInputs(x, y, scale, None if like.logit_bias is None else bias, *others)
         with torch.cuda.device(like.x.device):
-            self._recording = Recording(lambda: plain(self._inputs))
+            self._recording = Recording(lambda: plain(self._inputs)[:-1])  # without `places`, which is None
 
     def __call__(self, inputs: LossInputs) -> LossAndSums:
         kept, new = ([tensor for tensor in tensors if tensor is not None] for tensors in (self._inputs, inputs))

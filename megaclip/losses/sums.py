@@ -39,11 +39,11 @@ class LossAndSums(NamedTuple):
     loss: Tensor
     """() the mean over the whole batch. It is not a view, because trainers divide losses in place."""
     dx: Tensor
-    """(b, D) sum over the negatives of this rank's images, without `factor`."""
+    """(b, D) sum over the negatives of this rank's images, without `factor`; their order is that of `places`."""
     dy: Tensor
-    """(b, D) sum over the negatives of this rank's texts, without `factor`."""
+    """(b, D) sum over the negatives of this rank's texts, likewise."""
     pull: Tensor
-    """(b,) weight of each positive, without `factor`."""
+    """(b,) weight of each positive, without `factor`, likewise."""
     factor: Tensor
     """() factor of the gradients of the features."""
     d_alpha: Tensor
@@ -52,6 +52,8 @@ class LossAndSums(NamedTuple):
     """() gradient of logit_bias."""
     d_negatives: Tensor
     """(e, D) sum of this rank's negatives, without `factor`; (0,) without negatives."""
+    places: Tensor | None = None
+    """(b,) int64, the row of `dx`, `dy` and `pull` that belongs to each pair; None or (0,): row i to pair i."""
 
 
 def finish_gradients(
@@ -65,7 +67,8 @@ def finish_gradients(
     d_loss: (), the upstream gradient. sums: its field `loss` is not used.
     """
     x, y, logit_scale, logit_bias, negatives, *others = inputs
-    dx, dy, _ = finish(sums.dx, sums.dy, x, y, sums.pull, sums.factor, d_loss)
+    places = sums.places if sums.places is not None and len(sums.places) else None
+    dx, dy, _ = finish(sums.dx, sums.dy, x, y, sums.pull, sums.factor, d_loss, places)
     d_scale = gradient_of_scalar(sums.d_alpha * d_loss, logit_scale)
     d_bias = None if logit_bias is None else gradient_of_scalar(sums.d_beta * d_loss, logit_bias)
     d_negatives = None if negatives is None else (sums.d_negatives * (sums.factor * d_loss)).to(negatives.dtype)

@@ -78,13 +78,17 @@ def finish_gradients(
     pull: Tensor,
     factor: Tensor,
     upstream: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x and y (m, D), and `<x_i, d_i>` (m,), as `finish_gradient` does, in one kernel.
 
     upstream: one element by which the factor is multiplied.
+    places: (m,) int64, the row of total_x, total_y and pull that belongs to row i of the features. Default: row i.
     """
     if kernels := _kernels(x):
-        return kernels.finish_gradients(total_x, total_y, x, y, pull, factor, upstream)
+        return kernels.finish_gradients(total_x, total_y, x, y, pull, factor, upstream, places)
+    if places is not None:
+        total_x, total_y, pull = total_x[places], total_y[places], pull[places]
     if upstream is not None:
         factor = factor * upstream
     dx, dots = finish_gradient(total_x, x, y, pull, factor)

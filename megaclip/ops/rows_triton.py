@@ -91,6 +91,7 @@ def _finish_gradients_kernel(
     pull_ptr,  # in: (m,) float32
     factor_ptr,  # in: (1,) float32
     upstream_ptr,  # in: (1,) float32, a second factor; unused without HAS_UPSTREAM
+    places_ptr,  # in: (m,) int64, rows of total_x, total_y and pull; unused without HAS_PLACES
     dx_ptr,  # out: (m, D) features' dtype, contiguous
     dy_ptr,  # out: (m, D) features' dtype, contiguous
     dots_ptr,  # out: (m,) float32
@@ -101,6 +102,7 @@ def _finish_gradients_kernel(
     y_row,
     y_col,
     HAS_UPSTREAM: tl.constexpr,
+    HAS_PLACES: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -117,17 +119,21 @@ def _finish_gradients_kernel(
     mask = inside[:, None] & (cols < D)[None, :]
     x = _load(x_ptr, rows, cols, x_row, x_col, mask)
     y = _load(y_ptr, rows, cols, y_row, y_col, mask)
-    pull = tl.load(pull_ptr + rows, mask=inside, other=0.0)[:, None]
+    places = rows
+    if HAS_PLACES:
+        places = tl.load(places_ptr + rows, mask=inside, other=0)
+    pull = tl.load(pull_ptr + places, mask=inside, other=0.0)[:, None]
     factor = tl.load(factor_ptr)
     if HAS_UPSTREAM:
         factor *= tl.load(upstream_ptr)
     entries = rows[:, None] * D + cols[None, :]
+    totals = places[:, None] * D + cols[None, :]
     if is_x:
-        d = tl.load(total_x_ptr + entries, mask=mask, other=0.0) - pull * y
+        d = tl.load(total_x_ptr + totals, mask=mask, other=0.0) - pull * y
         tl.store(dots_ptr + rows, tl.sum(x * d, axis=1), mask=inside)
         tl.store(dx_ptr + entries, (d * factor).to(dx_ptr.dtype.element_ty), mask=mask)
     else:
-        d = tl.load(total_y_ptr + entries, mask=mask, other=0.0) - pull * x
+        d = tl.load(total_y_ptr + totals, mask=mask, other=0.0) - pull * x
         tl.store(dy_ptr + entries, (d * factor).to(dy_ptr.dtype.element_ty), mask=mask)
 
 
@@ -166,6 +172,7 @@ def finish_gradients(
     pull: Tensor,
     factor: Tensor,
     upstream: Tensor | None = None,
+    places: Tensor | None = None,
     *,
     sides: int = 2,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,8 +183,10 @@ def finish_gradients(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dy = torch.empty_like(dx) if sides == 2 else dx
     dots = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    arguments = (*totals, x, y, pull, factor, second, dx, dy, dots, len(x), _tiles(x))
-    _launch(_finish_gradients_kernel, x, *arguments, *x.stride(), *y.stride(), upstream is not None, sides=sides)
+    rows = x if places is None else places.contiguous()
+    arguments = (*totals, x, y, pull, factor, second, rows, dx, dy, dots, len(x), _tiles(x))
+    given = (upstream is not None, places is not None)
+    _launch(_finish_gradients_kernel, x, *arguments, *x.stride(), *y.stride(), *given, sides=sides)
     return dx, dy, dots
 
 

@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megaclip.ops.tiles_triton_common import GAP_LIMITS, _gaps_kernel
 from megaclip.ops.tiles_triton_kernels import _tile_stats_kernel
 from megaclip.ops.types import NO_NEGATIVE, Ids, TileOptions
 
@@ -90,7 +91,8 @@ class Tiling:
         self.tile = tiles[precision, kernel]
         self.stores = 4 if kernel == "sigmoid" else self.tile.stores
         self.diagonal = diagonal
-        self.gaps = None if ids is None else _gaps(ids, self.tile)
+        self.ids = ids
+        self.gaps: tuple[Tensor, Tensor] | None = None
         self.budget_bytes = options.tile_budget_mib * 2**20
 
     def blocks(self, bytes_per_entry: float, *, keeps_tile: bool = False) -> Iterator["Block"]:
@@ -102,6 +104,8 @@ class Tiling:
         (m, depth), n = self.x.shape, len(self.y)
         if m == 0 or n == 0:
             return
+        if self.ids is not None:
+            self.gaps = _gaps(self.ids, self.tile)
         bytes_per_entry += 4 if self.exact and not keeps_tile else 0
         row_bytes, col_bytes = (
             sum(depth * dtype.itemsize for dtype in {self.dtype, self.p_dtype} if not _readable(side, dtype))
@@ -197,19 +201,17 @@ class Block:
 
 
 def _gaps(ids: Ids, tile: TileConfig) -> tuple[Tensor, Tensor]:
-    """Return the gaps (m, 2) of the rows and those of the tiles (row_tiles, 3), int32, as the kernels read them.
+    """Return the gaps (m, 2) of the rows and those of the tiles (row_tiles, GAP_LIMITS), int32, for the kernels.
 
     The ids of the columns ascend, so the columns with one id are neighbours, and NO_NEGATIVE comes first. If the ids of
     the rows ascend too, few tiles have gaps.
     """
     row_ids, col_ids = (side.contiguous() for side in ids)
-    gaps = torch.stack(
-        [torch.searchsorted(col_ids, row_ids, right=right, out_int32=True) for right in (False, True)], 1
-    )
-    blanks = torch.searchsorted(col_ids, col_ids.new_full((1,), NO_NEGATIVE), right=True, out_int32=True)
-    tiles = cdiv(len(gaps), tile.block_m)
-    padded = torch.cat((gaps, gaps[-1:].expand(tiles * tile.block_m - len(gaps), 2))).view(tiles, tile.block_m, 2)
-    return gaps, torch.stack((padded[..., 0].amin(1), padded[..., 1].amax(1), blanks.expand(tiles)), 1)
+    (m, n), tiles = (len(row_ids), len(col_ids)), cdiv(len(row_ids), tile.block_m)
+    gaps, tile_gaps = (row_ids.new_empty(size, dtype=torch.int32) for size in ((m, 2), (tiles, GAP_LIMITS.value)))
+    step = 1 << (n.bit_length() - 1)
+    _gaps_kernel[(tiles,)](row_ids, col_ids, gaps, tile_gaps, m, n, step, NO_NEGATIVE, BLOCK_M=tile.block_m)
+    return gaps, tile_gaps
 
 
 @functools.cache

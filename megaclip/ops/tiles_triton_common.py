@@ -131,6 +131,49 @@ def _kept(row0, col0, m, n, diagonal, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
 
 
 @triton.jit
+def _advanced(place, step, ids_ptr, count, limit, INCLUSIVE: tl.constexpr):
+    """Return place + step if the ids (count,), ascending, are below the limit up to there, else place.
+
+    With INCLUSIVE they may equal the limit. Steps of all powers of two, the largest first, find the first larger id.
+    """
+    last = place + step - 1
+    value = tl.load(ids_ptr + last, mask=last < count, other=0)
+    below = (value <= limit) if INCLUSIVE else (value < limit)
+    return tl.where(below & (last < count), place + step, place)
+
+
+@triton.jit(do_not_specialize=["m", "n", "step"])
+def _gaps_kernel(
+    row_ids_ptr,  # in: (m,) int64
+    col_ids_ptr,  # in: (n,) int64, ascending
+    gaps_ptr,  # out: (m, 2) int32, the first column with the id of each row, and the first one after these
+    tile_gaps_ptr,  # out: (row_tiles, GAP_LIMITS) int32
+    m,
+    n,
+    step,  # the largest power of two that is not above n
+    NO_NEGATIVE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Find the gaps of one tile of rows. Columns with the id NO_NEGATIVE come first, and belong to the gap of all."""
+    tile = tl.program_id(0)
+    rows = tl.minimum(tile * BLOCK_M + tl.arange(0, BLOCK_M), m - 1)
+    ids = tl.load(row_ids_ptr + rows)
+    start = tl.zeros((BLOCK_M,), dtype=tl.int32)
+    end = start
+    blanks = start
+    while step > 0:
+        start = _advanced(start, step, col_ids_ptr, n, ids, False)
+        end = _advanced(end, step, col_ids_ptr, n, ids, True)
+        blanks = _advanced(blanks, step, col_ids_ptr, n, NO_NEGATIVE, True)
+        step = step // 2
+    tl.store(gaps_ptr + 2 * rows, start)
+    tl.store(gaps_ptr + 2 * rows + 1, end)
+    tl.store(tile_gaps_ptr + tile * GAP_LIMITS, tl.min(start, axis=0))
+    tl.store(tile_gaps_ptr + tile * GAP_LIMITS + 1, tl.max(end, axis=0))
+    tl.store(tile_gaps_ptr + tile * GAP_LIMITS + 2, tl.max(blanks, axis=0))
+
+
+@triton.jit
 def _tile_gap(tile_gaps_ptr, tile, first_col, HAS_IDS: tl.constexpr):
     """Return, in columns of the block, first start and last end of the gaps of a tile of rows, and where columns start.
 
