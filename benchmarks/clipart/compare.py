@@ -2,37 +2,43 @@
 
     python benchmarks/clipart/build.py clipart/
     python benchmarks/clipart/compare.py run clipart/ results/ open_clip/clip/256/5e-4 megaclip/clip/256/5e-4 \\
-        open_clip/clip/256/5e-4/timed megaclip/clip/256/5e-4/timed --seeds 0 1 2 3 4 --jobs 4
+        --seeds 0 1 2 3 4 --jobs 5
+    python benchmarks/clipart/compare.py run clipart/ results/ open_clip/clip/256/5e-4/timed \\
+        megaclip/clip/256/5e-4/timed --jobs 2
     python benchmarks/clipart/compare.py report results/ --figure docs/figures/clipart.png
 
 A run is TRAINER/LOSS/BATCH/LEARNING_RATE. With `/timed` it is compiled, has one seed and no checkpoints, and all other
-runs are paused as soon as it has left its first steps behind, so that its steps have the GPU and the cores alone.
+runs are paused as soon as it has left its first steps behind, so that its steps have the GPU and the cores alone. The
+runs of the first seed start first, then those of the second, and so on.
 
 Both trainers read the same shards with the same augmentation, the same model (ViT-S-16 at 112 pixels, 32 text
 positions), optimizer, schedule and clipping of gradients. The orders of the samples are different random orders.
-open_clip runs with amp_bf16, MegaCLIP with bf16; both have float32 weights in AdamW.
+open_clip runs with amp_bf16, MegaCLIP with bf16; both have float32 weights in AdamW. With `/small`, which open_clip
+does not know, the towers have 6 layers of width 256 at 64 pixels, so that many runs take minutes.
 
-Each run writes OUT/RUN-SEED.json with losses, times and the scores of its checkpoints. Complete runs are not repeated.
-Requires one GPU (or patience), and for open_clip: open_clip_torch, webdataset and pandas.
+Each run writes OUT/RUN-SEED.json with losses, times, and the scores of its checkpoints on the test and the validation
+sets. Complete runs are not repeated. Requires one GPU (or patience), and for open_clip: open_clip_torch, webdataset and
+pandas.
 """
 
 import argparse
+import functools
+import importlib
 import json
 import math
 import os
 import re
+import runpy
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
+import traceback
 from collections import defaultdict
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -60,6 +66,11 @@ MODEL: dict[str, Any] = {
     "text_cfg": {"context_length": 32, "vocab_size": 49408, "width": 384, "heads": 6, "layers": 12},
 }
 """open_clip's ViT-S-16 at another resolution and text length."""
+SMALL_MODEL: dict[str, Any] = {
+    "embed_dim": 256,
+    "vision_cfg": {"image_size": 64, "layers": 6, "width": 256, "patch_size": 16},
+    "text_cfg": {"context_length": 32, "vocab_size": 49408, "width": 256, "heads": 4, "layers": 6},
+}
 BETAS, EPS, WEIGHT_DECAY, CLIPPING = (0.9, 0.98), 1e-6, 0.2, 1.0
 WARMUP_SHARE = 0.15
 """With a tenth at 1e-3, both trainers collapse at times for the first 80 steps: all features are equal."""
@@ -74,6 +85,8 @@ SCORES = {
     "retrieval_r5": "retrieval R@5",
 }
 """Each is the mean over both sets of its kind, retrieval also over both directions."""
+VALIDATION = "validation "
+"""Prefix of the scores on the validation sets."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +106,18 @@ class Run:
     """Number of steps between two checkpoints; 0: none is scored."""
     is_timed: bool
     """Compile the towers, and pause all other runs during the steps."""
+    is_small: bool
+    """Train the small model."""
 
     @property
     def label(self) -> str:
-        return f"{self.trainer}/{self.loss}/{self.batch}/{self.learning_rate:g}"
+        small = "/small" if self.is_small else ""
+        return f"{self.trainer}/{self.loss}/{self.batch}/{self.learning_rate:g}{small}"
+
+    @property
+    def model(self) -> str:
+        """Return the name of the file of the model."""
+        return "small.json" if self.is_small else "model.json"
 
     @property
     def name(self) -> str:
@@ -109,148 +130,195 @@ def main(argv: list[str] | None = None) -> None:
     run = commands.add_parser("run", help="train and score")
     run.add_argument("data", type=Path, help="folder that build.py wrote")
     run.add_argument("out", type=Path, help="folder for the results")
-    run.add_argument("runs", nargs="+", metavar="TRAINER/LOSS/BATCH/LEARNING_RATE[/timed]")
+    run.add_argument("runs", nargs="+", metavar="TRAINER/LOSS/BATCH/LEARNING_RATE[/small][/timed]")
     run.add_argument("--seeds", type=int, nargs="+", default=[0])
     run.add_argument("--epochs", type=float, default=40, help="passes, in whole batches (default 40)")
     run.add_argument("--evaluations", type=int, default=5, help="number of checkpoints that are scored (default 5)")
-    run.add_argument("--suite", default="suite", help="folder below DATA to score on; suite_val for tuning")
     run.add_argument("--timed-epochs", type=float, default=10, help="passes of the timed runs (default 10)")
     run.add_argument("--jobs", type=int, default=1, help="number of runs that share the GPU")
     run.add_argument("--workers", type=int, default=15, help="number of data workers per run (default 15)")
+    run.add_argument("--timed-workers", type=int, default=15, help="number of data workers per timed run (default 15)")
     run.add_argument("--keep", action="store_true", help="keep the folders of the runs, in OUT/runs")
     report = commands.add_parser("report", help="print the tables and draw the figure")
     report.add_argument("folders", type=Path, nargs="+")
     report.add_argument("--figure", type=Path, help="PNG of the curves against steps and seconds")
-    report.add_argument("--tune", action="store_true", help="print only the best learning rate of each loss and batch")
+    report.add_argument("--best", action="store_true", help="print only the best learning rate of each loss and batch")
     arguments = parser.parse_args(argv)
     if arguments.command == "report":
         report_results(arguments)
-    else:
+    elif os.environ.get(DEVICE_CHECK) == "1":
         run_all(arguments)
+    else:
+        os.environ[DEVICE_CHECK] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+DEVICE_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Environment variable, read while modules are imported. With 1 they do not start CUDA, which a fork could not use."""
 
 
 def planned_runs(arguments: argparse.Namespace) -> list[Run]:
     counts = json.loads((arguments.data / "report.json").read_text())["pictures"]
     samples = sum(own.get("train", 0) for own in counts.values())
     runs = []
-    for text in arguments.runs:
-        trainer, loss, batch, rate, *timed = text.split("/")
-        size = min(int(batch), samples)
-        size -= size % math.ceil(size / LARGEST_CHUNK)  # chunks of one size
-        epoch_steps = samples // size
-        steps = epoch_steps * max(1, round(arguments.timed_epochs if timed else arguments.epochs))
-        save = 0 if timed else math.ceil(steps / arguments.evaluations / epoch_steps) * epoch_steps
-        for seed in arguments.seeds[:1] if timed else arguments.seeds:
-            run = Run(trainer, loss, size, float(rate), seed, steps, epoch_steps, save, bool(timed))
+    for seed in arguments.seeds:
+        for text in arguments.runs:
+            trainer, loss, batch, rate, *options = text.split("/")
+            if not set(options) <= {"small", "timed"}:
+                raise SystemExit(f"{text}: expected /small, /timed or both after the learning rate")
+            small, timed = "small" in options, "timed" in options
+            if trainer == "open_clip" and (loss != "clip" or small):
+                raise SystemExit(f"{text}: open_clip trains only with the loss clip, and without /small")
+            if timed and seed != arguments.seeds[0]:
+                continue
+            size = min(int(batch), samples)
+            size -= size % math.ceil(size / LARGEST_CHUNK)  # chunks of one size
+            epoch_steps = samples // size
+            steps = epoch_steps * max(1, round(arguments.timed_epochs if timed else arguments.epochs))
+            save = 0 if timed else math.ceil(steps / arguments.evaluations / epoch_steps) * epoch_steps
+            run = Run(trainer, loss, size, float(rate), seed, steps, epoch_steps, save, timed, small)
             if not (arguments.out / f"{run.name}.json").exists():
                 runs.append(run)
     return runs
 
 
 def run_all(arguments: argparse.Namespace) -> None:
+    """Fork a process for each run, `arguments.jobs` at a time.
+
+    The runs share the imported modules and the decoded images of the evaluation sets. This process itself never uses
+    the GPU, because a fork cannot use the GPU after its parent has.
+    """
     arguments.out.mkdir(parents=True, exist_ok=True)
-    start_process_group()
     place = arguments.out / "runs" if arguments.keep else Path(tempfile.mkdtemp(prefix="clipart"))
     place.mkdir(exist_ok=True)
     (place / "model.json").write_text(json.dumps(MODEL))
-    programs, scorer = Programs(), Future[Scorer]()
-
-    def carry_out(run: Run) -> None:
-        started, folder, log = time.time(), place / run.name, arguments.out / f"{run.name}.log"
-        command = open_clip_command if run.trainer == "open_clip" else megaclip_command
-        alone_from = programs.run(command(run, folder, arguments), log, alone=run.is_timed)
-        if alone_from is None:
-            print(f"{run.name} FAILED: see {log}", flush=True)
-            return
-        outcome = {**vars(run), "label": run.label, "device": device_name(), "torch": torch.__version__}
-        outcome |= {"total_s": time.time() - started, **curve(folder, started, alone_from, run.trainer == "open_clip")}
-        with programs.alone:
-            outcome["scores"] = {} if run.is_timed else scorer.result().score_run(run, folder)
-        (arguments.out / f"{run.name}.json").write_text(json.dumps(outcome))
-        last = {name: round(own, 3) for name, own in [{}, *outcome["scores"].values()][-1].items() if name in SCORES}
-        facts = f"{run.steps} steps, {outcome['total_s']:.0f} s in all, {outcome['step_s'] * 1e3:.1f} ms per step"
-        print(f"{run.name}: {facts}, loss {outcome['losses'][-1][1]:.3f} {last or ''}", flush=True)
+    (place / "small.json").write_text(json.dumps(SMALL_MODEL))
+    waiting, running = planned_runs(arguments), dict[int, Run]()
+    for name in {name for run in waiting for name in PRELOADED[run.trainer]}:
+        importlib.import_module(name)
+    names = {run.model for run in waiting if not run.is_timed}
+    scorers = {name: Scorer(arguments.data, place / name, arguments.workers) for name in names}
+    alone = 0  # the process that has the machine alone
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        while waiting or running:
+            if waiting and len(running) < arguments.jobs and not alone:
+                run = waiting.pop(0)
+                log_of(run, arguments).write_text("")
+                work = functools.partial(carry_out, run, place / run.name, arguments, scorers)
+                running[start(work)] = run
+                continue
+            for process, run in running.items():
+                if run.is_timed and not alone and len(STEP_LINE.findall(log_of(run, arguments).read_text())) >= 12:
+                    alone = process
+                    alone_mark(run, arguments).write_text(str(time.time()))
+                    send(signal.SIGSTOP, running.keys() - {alone})
+            process, status = os.waitpid(-1, os.WNOHANG)
+            if not process:
+                time.sleep(0.1)
+                continue
+            run = running.pop(process)
+            if process == alone:
+                alone = 0
+                send(signal.SIGCONT, running)
+            if status:
+                print(f"{run.name} FAILED: see {log_of(run, arguments)}", flush=True)
+    finally:
+        send(signal.SIGKILL, running)
         if not arguments.keep:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(place, ignore_errors=True)
 
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        outcomes = [pool.submit(carry_out, run) for run in planned_runs(arguments)]
-        try:
-            scorer.set_result(Scorer(arguments.data / arguments.suite, place / "model.json", arguments.workers))
-        except BaseException as error:
-            scorer.set_exception(error)
-            raise
-    for outcome in outcomes:
-        outcome.result()
+
+PRELOADED = {
+    "megaclip": ["megaclip.commands.train", "megaclip.engine.run", "torch.utils.tensorboard"],
+    "open_clip": ["open_clip_train.main", "torch.utils.tensorboard"],
+}
+
+
+def start(work: Callable[[], None]) -> int:
+    """Run a function in a forked process, the leader of a process group of its own. Return the process id."""
+    sys.stdout.flush()
+    if process := os.fork():
+        return process
+    code = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.setpgid(0, 0)
+        work()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else bool(error.code)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+
+def send(number: signal.Signals, processes: Iterable[int]) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process, number)
+
+
+def log_of(run: Run, arguments: argparse.Namespace) -> Path:
+    return arguments.out / f"{run.name}.log"
+
+
+def alone_mark(run: Run, arguments: argparse.Namespace) -> Path:
+    """Return the file with the time from which a timed run has the machine alone."""
+    return arguments.out / f"{run.name}.alone"
+
+
+def carry_out(run: Run, folder: Path, arguments: argparse.Namespace, scorers: dict[str, "Scorer"]) -> None:
+    """Train, score the checkpoints, and write the outcome. The trainer is a fork, so that this process has no group."""
+    started, terminal = time.time(), os.dup(1)
+    arguments_of = open_clip_arguments if run.trainer == "open_clip" else megaclip_arguments
+    module, *flags = arguments_of(run, folder, arguments)
+
+    def train() -> None:
+        os.setpgid(0, os.getppid())  # paused and ended with its parent
+        sys.argv = [module, *flags]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+    with log_of(run, arguments).open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    _, status = os.waitpid(start(train), 0)
+    if status:
+        raise SystemExit(1)
+    mark = alone_mark(run, arguments)
+    alone_from = float(mark.read_text()) if mark.exists() else started
+    outcome: dict[str, Any] = {**vars(run), "label": run.label, "torch": torch.__version__}
+    outcome |= {"train_s": time.time() - started, **curve(folder, started, alone_from, run.trainer == "open_clip")}
+    start_process_group()
+    outcome["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    outcome["scores"] = {} if run.is_timed else scorers[run.model].score_run(run, folder)
+    outcome["total_s"] = time.time() - started
+    (arguments.out / f"{run.name}.json").write_text(json.dumps(outcome))
+    last = {name: round(own, 3) for name, own in [{}, *outcome["scores"].values()][-1].items() if name in SCORES}
+    facts = f"{run.steps} steps, {outcome['total_s']:.0f} s in all, {outcome['step_s'] * 1e3:.1f} ms per step"
+    os.dup2(terminal, 1)
+    print(f"{run.name}: {facts}, loss {outcome['losses'][-1][1]:.3f} {last or ''}", flush=True)
     if not arguments.keep:
-        shutil.rmtree(place, ignore_errors=True)
-
-
-class Programs:
-    """Training programs that run side by side. One of them at a time can have the machine alone."""
-
-    def __init__(self) -> None:
-        self._running: set[int] = set()
-        self.alone = threading.Lock()
-        """Held by whoever uses the machine alone, and by whoever scores. No program starts meanwhile."""
-        signal.signal(signal.SIGTERM, self._end)
-
-    def _end(self, *_: object) -> None:
-        self._signal(signal.SIGKILL)
-        os._exit(1)
-
-    def run(self, command: list[str], log: Path, *, alone: bool) -> float | None:
-        """Run a program to its end. Return the time from which it had the machine alone, or None if it failed.
-
-        alone: pause all other programs once the log shows twelve lines of steps. Otherwise the start is returned.
-        """
-        begin = time.time()
-        environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-        with log.open("w") as output, self.alone:
-            program = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
-            )
-        self._running.add(program.pid)
-        try:
-            while alone and program.poll() is None and len(STEP_LINE.findall(log.read_text())) < 12:
-                time.sleep(0.2)
-            with self.alone if alone else nullcontext():
-                if alone:
-                    begin = time.time()
-                    self._signal(signal.SIGSTOP, program.pid)
-                try:
-                    result = program.wait()
-                finally:
-                    if alone:
-                        self._signal(signal.SIGCONT, program.pid)
-        finally:
-            self._running.discard(program.pid)
-        return None if result else begin
-
-    def _signal(self, number: signal.Signals, but: int = 0) -> None:
-        for pid in self._running - {but}:
-            with suppress(ProcessLookupError):
-                os.killpg(pid, number)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 STEP_LINE = re.compile(r"INFO step \d+/|Train Epoch: ")
 
 
-def device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-
-
 # --- the trainers -----------------------------------------------------------------------------------------------------
 
 
-def open_clip_command(run: Run, folder: Path, arguments: argparse.Namespace) -> list[str]:
-    """Return the command of open_clip's trainer. Its loader has equal batches per worker, so not all numbers fit."""
-    if run.loss != "clip":
-        raise SystemExit(f"{run.label}: open_clip has no loss {run.loss}; use clip")
+def open_clip_arguments(run: Run, folder: Path, arguments: argparse.Namespace) -> list[str]:
+    """Return module and arguments of open_clip's trainer.
+
+    Its loader has equal batches per worker, so not all numbers of workers fit.
+    """
     shards = sorted((arguments.data / "train").glob("*.tar"))
-    fits = [
-        count for count in range(1, arguments.workers + 1) if run.epoch_steps % count == 0 and len(shards) % count == 0
-    ]
+    most = arguments.timed_workers if run.is_timed else arguments.workers
+    fits = [count for count in range(1, most + 1) if run.epoch_steps % count == 0 and len(shards) % count == 0]
     flags = {
         "train-data": f"{arguments.data.resolve()}/train/{{00..{len(shards) - 1:02d}}}.tar",
         "dataset-type": "webdataset",
@@ -276,16 +344,18 @@ def open_clip_command(run: Run, folder: Path, arguments: argparse.Namespace) -> 
         "log-every-n-steps": LOG_EVERY,
         "report-to": "tensorboard",
     }
-    command = [sys.executable, "-m", "open_clip_train.main"]
+    command = ["open_clip_train.main"]
     command += [text for name, value in flags.items() for text in (f"--{name}", str(value))]
     return [*command, *(["--torchcompile"] if run.is_timed else [])]
 
 
-def megaclip_command(run: Run, folder: Path, arguments: argparse.Namespace) -> list[str]:
-    """Return the command of `megaclip train`."""
+def megaclip_arguments(run: Run, folder: Path, arguments: argparse.Namespace) -> list[str]:
+    """Return module and arguments of `megaclip train`."""
     chunks = math.ceil(run.batch / LARGEST_CHUNK)
     on_gpu = torch.cuda.is_available()
     section: dict[str, Any] = {"loss": run.loss, "compile": run.is_timed}
+    if chunks > 1:
+        section["keep_graphs"] = 0  # several runs share the GPU
     if run.loss != "clip":
         section["fastclip"] = {"temperature": FASTCLIP_TEMPERATURE}
     rates = {"lr": run.learning_rate, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
@@ -302,11 +372,11 @@ def megaclip_command(run: Run, folder: Path, arguments: argparse.Namespace) -> l
     path.write_text(json.dumps(config))
     flags = {
         "deepspeed-config": path,
-        "model": folder.parent / "model.json",
+        "model": folder.parent / run.model,
         "train-data": f"{arguments.data.resolve()}/train/*.tar",
         "train-steps": run.steps,
         "warmup": round(run.steps * WARMUP_SHARE),
-        "workers": arguments.workers,
+        "workers": arguments.timed_workers if run.is_timed else arguments.workers,
         "seed": run.seed,
         "logs": folder.parent,
         "name": run.name,
@@ -314,8 +384,7 @@ def megaclip_command(run: Run, folder: Path, arguments: argparse.Namespace) -> l
         "log-every-n-steps": LOG_EVERY,
     }
     flags |= {"save-every-steps": run.save_steps} if run.save_steps else {"save-frequency": 0}
-    command = [sys.executable, "-m", "megaclip", "train"]
-    return command + [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+    return ["megaclip", "train"] + [text for name, value in flags.items() for text in (f"--{name}", str(value))]
 
 
 def curve(folder: Path, started: float, alone_from: float, from_zero: bool) -> dict[str, Any]:
@@ -338,24 +407,19 @@ def curve(folder: Path, started: float, alone_from: float, from_zero: bool) -> d
 
 
 class Scorer:
-    """Scores checkpoints of both trainers on the sets of a suite. Images are decoded once."""
+    """Scores checkpoints of both trainers on the test and the validation sets. Images are decoded once."""
 
-    def __init__(self, suite: Path, model: Path, workers: int) -> None:
+    def __init__(self, data: Path, model: Path, workers: int) -> None:
         self._config = load_model_config(model)
-        self._transform = ImageTransform(MODEL["vision_cfg"]["image_size"])
+        self._transform = ImageTransform(self._config.vision_cfg.image_size)
         self._tokenizer: Tokenizer = load_tokenizer("clip", self._config.text_cfg.context_length)
         self._sets = []
-        for task in find_tasks(suite):
-            data = open_task(task)
-            is_labelled = isinstance(data, LabelledDataset)
-            loader = EvaluationLoader(
-                data,
-                self._transform,
-                None if is_labelled else self._tokenizer,
-                batch_size=256,
-                num_workers=min(workers, 4),
-            )
-            self._sets.append((task.key, data, list(loader)))
+        for part, suite in (("", "suite"), (VALIDATION, "suite_val")):
+            for task in find_tasks(data / suite):
+                own = open_task(task)
+                tokenizer = None if isinstance(own, LabelledDataset) else self._tokenizer
+                loader = EvaluationLoader(own, self._transform, tokenizer, batch_size=256, num_workers=min(workers, 4))
+                self._sets.append((part, task.key, own, list(loader)))
 
     def score_run(self, run: Run, folder: Path) -> dict[int, dict[str, float]]:
         """Return the scores of the checkpoints of a run by step."""
@@ -376,7 +440,7 @@ class Scorer:
             model.to(device), self._transform.normalise, device=device, cut_captions=model.cut_captions
         )
         scores: dict[str, float] = {}
-        for key, data, batches in self._sets:
+        for part, key, data, batches in self._sets:
             if isinstance(data, LabelledDataset):
                 task = ZeroShotTask(batches, data.class_names, data.templates)
                 result = evaluate(encode, tokenizer=self._tokenizer, labelled=task).metrics
@@ -384,8 +448,8 @@ class Scorer:
                 result = evaluate(encode, tokenizer=self._tokenizer, pairs=batches).metrics
                 for k in (1, 5):
                     result[f"retrieval_r{k}"] = (result[f"retrieval_r{k}_i2t"] + result[f"retrieval_r{k}_t2i"]) / 2
-            scores |= {f"{name} of {key}": float(value) for name, value in result.items() if name in SCORES}
-        for name in SCORES:
+            scores |= {f"{part}{name} of {key}": float(value) for name, value in result.items() if name in SCORES}
+        for name in [part + name for part in ("", VALIDATION) for name in SCORES]:
             scores[name] = statistics.fmean(value for key, value in scores.items() if key.startswith(f"{name} of "))
         return scores
 
@@ -401,16 +465,11 @@ def report_results(arguments: argparse.Namespace) -> None:
         if "losses" in result:
             result["scores"] = {int(step): own for step, own in result["scores"].items()}
             (found[result["label"]] if result["scores"] else timed).append(result)
-    if arguments.tune:
-        print_tuning(found)
+    best = best_rates(found)
+    if arguments.best:
+        print(*best.values(), sep="\n")
         return
-    print("| run | seeds | steps | loss | " + " | ".join(SCORES.values()) + " |")
-    print("| --- " * (4 + len(SCORES)) + "|")
-    for label, results in found.items():
-        last = [own["scores"][max(own["scores"])] for own in results]
-        cells = [spread([100 * own[name] for own in last], "%.1f") for name in SCORES]
-        losses = spread([mean_loss(own, own["steps"]) for own in results], "%.3f")
-        print(f"| {label} | {len(results)} | {results[0]['steps']} | {losses} | {' | '.join(cells)} |")
+    print_scores(found, best)
     pair = [f"{trainer}/{rest}" for rest in {label.split("/", 1)[1] for label in found} for trainer in TRAINERS]
     pair = [label for label in pair if all(f"{own}/{label.split('/', 1)[1]}" in found for own in TRAINERS)]
     if pair:
@@ -459,21 +518,54 @@ def print_agreement(peer: list[dict[str, Any]], own: list[dict[str, Any]]) -> No
             sides = [[value(result, step) for result in results] for results in (peer, own)]
             means = [statistics.fmean(side) for side in sides]
             cells = [spread(side, "%.3f" if name == "loss" else "%.1f") for side in sides]
-            error = math.sqrt(sum(statistics.variance(side) / len(side) for side in sides if len(side) > 1))
-            t = f"{(means[1] - means[0]) / error:.1f}" if error else ""
-            print(f"| {step} | {name} | {cells[0]} | {cells[1]} | {means[1] - means[0]:+.3f} | {t} |")
+            difference = f"{means[1] - means[0]:+.3f}"
+            print(f"| {step} | {name} | {cells[0]} | {cells[1]} | {difference} | {welch(*sides)} |")
 
 
-def print_tuning(found: dict[str, list[dict[str, Any]]]) -> None:
-    best: dict[str, tuple[float, str]] = {}
+def best_rates(found: dict[str, list[dict[str, Any]]]) -> dict[tuple[str, str, str, bool], str]:
+    """Return the label with the best learning rate for each trainer, loss, batch and size of the model.
+
+    The best learning rate has the best mean on the validation sets.
+    """
+    rates: dict[tuple[str, str, str, bool], dict[float, str]] = defaultdict(dict)
     for label, results in found.items():
-        for result in results:
-            last = result["scores"][max(result["scores"])]
-            value = (last["zero_shot_top1"] + last["retrieval_r1"]) / 2
-            key = label.rpartition("/")[0]
-            best[key] = max(best.get(key, (0.0, "")), (value, label))
-    for value, label in best.values():
-        print(f"{label}  # {100 * value:.2f}")
+        trainer, loss, batch, _, *small = label.split("/")
+        rates[trainer, loss, batch, bool(small)][statistics.fmean(map(selection_score, results))] = label
+    return {group: own[max(own)] for group, own in sorted(rates.items(), key=lambda item: int(item[0][2]))}
+
+
+def print_scores(found: dict[str, list[dict[str, Any]]], best: dict[tuple[str, str, str, bool], str]) -> None:
+    """Print the last scores at the best learning rates, and Welch's t against InfoNCE with the same batch."""
+    columns = [f"{text}{part}" for text in SCORES.values() for part in (", %", ", t")]
+    print(f"\n| run | seeds | steps | loss | {' | '.join(columns)} |")
+    print("| --- " * (4 + len(columns)) + "|")
+    for (trainer, _, batch, small), label in best.items():
+        own, cells = found[label], []
+        base = found.get(best.get((trainer, "clip", batch, small), ""), [])
+        for name in SCORES:
+            sides = [[100 * last_scores(result)[name] for result in results] for results in (base, own)]
+            cells += [spread(sides[1], "%.1f"), "" if base is own else welch(*sides)]
+        losses = spread([mean_loss(result, result["steps"]) for result in own], "%.3f")
+        print(f"| {label} | {len(own)} | {own[0]['steps']} | {losses} | {' | '.join(cells)} |")
+
+
+def last_scores(result: dict[str, Any]) -> dict[str, float]:
+    scores: dict[str, float] = result["scores"][max(result["scores"])]
+    return scores
+
+
+def selection_score(result: dict[str, Any]) -> float:
+    """Return the score by which a learning rate is selected: the mean of zero-shot top-1 and R@5 in validation."""
+    last = last_scores(result)
+    return (last[f"{VALIDATION}zero_shot_top1"] + last[f"{VALIDATION}retrieval_r5"]) / 2
+
+
+def welch(base: list[float], values: list[float]) -> str:
+    """Return Welch's t of the difference of two means, or "" if there are too few values."""
+    if min(len(base), len(values)) < 2:
+        return ""
+    error = math.sqrt(statistics.variance(base) / len(base) + statistics.variance(values) / len(values))
+    return f"{(statistics.fmean(values) - statistics.fmean(base)) / error:+.1f}" if error else ""
 
 
 def draw(path: Path, found: dict[str, list[dict[str, Any]]], timed: list[dict[str, Any]]) -> None:
