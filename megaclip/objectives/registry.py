@@ -40,6 +40,8 @@ def load_objective(name: str | None, settings: Mapping[str, Any]) -> Objective |
     kind = OBJECTIVES[name] if name in OBJECTIVES else _own_class(name)
     try:
         objective = kind(**settings)
+        if "_parameters" not in vars(objective):
+            raise ValueError("its __init__ does not call super().__init__()")
         if not isinstance(objective.fields, Mapping) or not all(
             isinstance(f, Field) for f in objective.fields.values()
         ):

@@ -8,7 +8,7 @@ Shapes: b rows of this rank.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -115,6 +115,12 @@ class StepTerms:
         whole = WholeBatch(features[Tower.IMAGE], features[Tower.TEXT], scale, bias, more, fields)
         own = self._objective.batch_terms(whole)
         check_terms(f"{type(self._objective).__name__}.batch_terms", own)
+        for name, parameter in self._objective.named_parameters():
+            if any(leaf is parameter for leaf in _leaves(own.values())):
+                raise ConfigError(
+                    f"{type(self._objective).__name__}.batch_terms uses the parameter {name}, which would not be "
+                    "trained; use it in chunk_features or chunk_terms"
+                )
         terms = {CONTRASTIVE: contrastive} | own
         self._values = {name: term.detach() for name, term in terms.items()}
         return sum((self.weight(name) * term for name, term in terms.items()), contrastive.new_zeros(()))
@@ -142,3 +148,16 @@ class StepTerms:
         if values is not None:
             values.update(found)
         return sum((self.weight(name) * value for name, value in found.items()), contrastive.new_zeros(()))
+
+
+def _leaves(results: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the tensors that the graphs of the results start from."""
+    nodes: list[Any] = [result.grad_fn for result in results]
+    seen = set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                yield node.variable
+            nodes += [following for following, _ in node.next_functions]
