@@ -259,10 +259,6 @@ class TrainLoader:
         self._gpu_decoder = gpu_decoder or self._gpu_decoder  # which parts that have been begun still need
         self._for_gpu = gpu_decoder is not None
 
-    def check_workers(self) -> None:
-        """Raise DataError if a worker has died. Callable while another thread waits for the next batch."""
-        self._batches.check()
-
     def close(self) -> None:
         """End the worker processes. Iterating afterwards stops at once."""
         self._batches.close()

@@ -181,12 +181,6 @@ class WorkerResults:
             raise raised
         return result
 
-    def check(self) -> None:
-        """Raise DataError if a worker has died. A main thread calls this while another thread takes the results."""
-        for number, worker in enumerate(self.workers):
-            if worker.exitcode is not None and self._connections:
-                raise self._failed(number)
-
     def close(self) -> None:
         """End the worker processes. Iterating afterwards stops at once."""
         self._items = iter(())
@@ -203,12 +197,12 @@ class WorkerResults:
         row = int(self._rows[worker])
         return self._describe_row(row) if row >= 0 else ""
 
-    def _failed(self, number: int, error: Exception | None = None) -> DataError:
+    def _failed(self, number: int, error: Exception) -> DataError:
         """Return the error of a worker that died or hangs; it names the row that the worker was reading."""
         worker = self.workers[number]
         worker.join(_DEATH_WAIT_S)
         if (code := worker.exitcode) is None:
-            reason = f"is alive, {type(error).__name__}: {first_line(error)}" if error else "is alive"
+            reason = f"is alive, {type(error).__name__}: {first_line(error)}"
         else:
             reason = f"was killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exited with {code}"
         row = self.reading(number)

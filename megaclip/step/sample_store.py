@@ -41,8 +41,6 @@ from megaclip.step.caption_chunks import CaptionChunks, DivideCaptions
 
 logger = get_logger(__name__)
 
-_POLL_S = 1.0
-"""Seconds between two checks for dead worker processes while a step waits for data."""
 _JOIN_S = 2.0
 """Seconds that `close` waits for the thread. A thread that is still in the loader then ends when the loader returns."""
 
@@ -282,11 +280,7 @@ class StepStore:
         began = time.perf_counter()
         with self._changed:
             while self._filled <= number and self._failure is None:
-                self._changed.wait(_POLL_S)
-                try:
-                    self._loader.check_workers()
-                except DataError as error:  # `agree` raises it on every rank
-                    self._failure = error
+                self._changed.wait()
             here = self._filled > number
             self._missed |= not here
             self.waited_s += time.perf_counter() - began

@@ -521,10 +521,7 @@ def test_a_worker_that_dies_during_a_training_step_is_a_data_error():
     next(batches)
     began = time.monotonic()
     may_die.set()  # the worker dies after its second result, and not before the first one is taken
-    with pytest.raises(DataError, match="data worker died"):
-        while time.monotonic() - began < WORKER_TIMEOUT_S / 2:
-            time.sleep(0.2)  # a training step, which the signal does not interrupt
-            batches.check()
+    time.sleep(0.5)  # a training step, which the death does not interrupt
     with pytest.raises(DataError, match="data worker died"):
         list(batches)
     assert time.monotonic() - began < WORKER_TIMEOUT_S / 2

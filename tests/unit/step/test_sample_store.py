@@ -53,8 +53,6 @@ class Loader:
         slot.copy_(batch.images)
         return batch
 
-    def check_workers(self) -> None: ...
-
     def close(self) -> None: ...
 
 
