@@ -77,7 +77,7 @@ def open_clip_tensors(state_dict: StateDict, config: ModelDescription) -> StateD
     """Return MegaCLIP's state dict with open_clip's names, in float32. Raises CheckpointError as `write_weights`."""
     model = meta_model(config)
     compare_weights(model, state_dict).require_complete("the weights do not fit the model in the card")
-    exact = {name: state_dict[name].to(weight.dtype) for name, weight in model.named_weights().items()}
+    exact = {name: state_dict[name].to(weight.dtype).contiguous() for name, weight in model.named_weights().items()}
     return to_open_clip(exact, config)
 
 

@@ -9,7 +9,6 @@ from megaclip.errors import ConfigError
 from megaclip.models.config import ModelConfig, TimmVisionConfig
 from megaclip.models.dual_encoder import DualEncoder
 from megaclip.models.layers import LayerFactory
-from megaclip.models.open_clip_layers import transformer_layer_groups
 from megaclip.models.text import TextTower, is_cut_exact
 from megaclip.models.vision import VisionTower
 
@@ -72,10 +71,6 @@ class ClipModel(DualEncoder):
         """Return the residual blocks of a tower."""
         assert isinstance(tower, VisionTower | TextTower)
         return list(tower.transformer.resblocks)
-
-    def layer_groups(self, tower: nn.Module) -> list[list[nn.Parameter]]:
-        """Return the parameters of the groups that `lock_tower` documents, from input to output."""
-        return transformer_layer_groups(tower)
 
     def blocks_to_compile(self, tower: nn.Module) -> list[nn.Module]:
         """Return all blocks except a last one that computes one token."""

@@ -21,22 +21,6 @@ _HEAD = ("attn_pool", "proj", "text_projection")
 """Parts before, in and behind the last block of a transformer, by open_clip's names."""
 
 
-def transformer_layer_groups(tower: Any) -> list[list[nn.Parameter]]:
-    """Return the parameters of a transformer with open_clip's names in groups: stem, blocks, and head if it has one.
-
-    The norm behind the last block belongs to that block's group.
-    """
-
-    def parts(names: tuple[str, ...]) -> list[Part]:
-        found = (getattr(tower, name, None) for name in names)
-        return [part for part in found if isinstance(part, nn.Module | nn.Parameter)]
-
-    blocks: list[list[Part]] = [[block] for block in tower.transformer.resblocks]
-    blocks[-1] += parts(_LAST_NORM)
-    groups = [parameters_of(group) for group in (parts(_STEM), *blocks, parts(_HEAD))]
-    return [group for group in groups if group]
-
-
 def parameters_of(parts: Iterable[Part]) -> list[nn.Parameter]:
     """Return the parameters of parts of a tower, in their order."""
     return [
@@ -44,7 +28,7 @@ def parameters_of(parts: Iterable[Part]) -> list[nn.Parameter]:
     ]
 
 
-def open_clip_layer_groups(tower: nn.Module) -> list[list[nn.Parameter]]:
+def layer_groups(tower: nn.Module) -> list[list[nn.Parameter]]:
     """Return the parameters of a tower, each in one group. The last group contains the head and all other parameters.
 
     Raises:
@@ -57,14 +41,13 @@ def open_clip_layer_groups(tower: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def _groups(tower: Any) -> list[list[nn.Parameter]]:
+    if hasattr(getattr(tower, "transformer", None), "resblocks"):  # of MegaCLIP or of open_clip
+        return _transformer_groups(tower)
     import_open_clip()
     from open_clip.hf_model import HFTextEncoder
     from open_clip.modified_resnet import ModifiedResNet
     from open_clip.timm_model import TimmModel
-    from open_clip.transformer import TextTransformer, VisionTransformer
 
-    if isinstance(tower, VisionTransformer | TextTransformer):
-        return transformer_layer_groups(tower)
     if isinstance(tower, TimmModel):
         return _timm_groups(tower)
     if isinstance(tower, HFTextEncoder):
@@ -77,6 +60,18 @@ def _groups(tower: Any) -> list[list[nn.Parameter]]:
         f"the layers of {type(tower).__name__} are not known to MegaCLIP; leave megaclip.image_layer_decay and "
         "megaclip.text_layer_decay out for it"
     )
+
+
+def _transformer_groups(tower: Any) -> list[list[nn.Parameter]]:
+    """Return the stem, the blocks, the last one with the norm behind it, and the head of a transformer."""
+
+    def parts(names: tuple[str, ...]) -> list[Part]:
+        found = (getattr(tower, name, None) for name in names)
+        return [part for part in found if isinstance(part, nn.Module | nn.Parameter)]
+
+    blocks: list[list[Part]] = [[block] for block in tower.transformer.resblocks]
+    blocks[-1] += parts(_LAST_NORM)
+    return [parameters_of(group) for group in (parts(_STEM), *blocks, parts(_HEAD))]
 
 
 def _timm_groups(tower: Any) -> list[list[nn.Parameter]]:

@@ -30,7 +30,6 @@ from megaclip.models.caption_decoder import CaptionDecoder
 from megaclip.models.dual_encoder import DualEncoder
 from megaclip.models.hugging_face import known_configurations, position_limit
 from megaclip.models.open_clip_config import OpenClipConfig
-from megaclip.models.open_clip_layers import open_clip_layer_groups
 from megaclip.models.packing import Pieces
 from megaclip.models.text import is_cut_exact
 from megaclip.models.vision import patch_products
@@ -164,10 +163,6 @@ class OpenClipModel(DualEncoder):
     def tower_blocks(self, tower: nn.Module) -> list[nn.Module]:
         """Return the outermost repeated blocks of a tower."""
         return _blocks(tower)
-
-    def layer_groups(self, tower: nn.Module) -> list[list[nn.Parameter]]:
-        """Return the parameters of a tower in the groups of open_clip's development version."""
-        return open_clip_layer_groups(tower)
 
     def statistics(self, tower: nn.Module) -> list[torch.Tensor]:
         """Return the buffers of the tower's batch norms."""
