@@ -67,11 +67,6 @@ class ClipModel(DualEncoder):
                 locked_below = locked_below and locked
         return blocks
 
-    def tower_blocks(self, tower: nn.Module) -> list[nn.Module]:
-        """Return the residual blocks of a tower."""
-        assert isinstance(tower, VisionTower | TextTower)
-        return list(tower.transformer.resblocks)
-
     def blocks_to_compile(self, tower: nn.Module) -> list[nn.Module]:
         """Return all blocks except a last one that computes one token."""
         blocks = self.tower_blocks(tower)

@@ -29,7 +29,7 @@ from megaclip.models.compilation import compiled_class
 from megaclip.models.config import ModelConfig
 from megaclip.models.layers import own_rows
 from megaclip.models.open_clip_config import OpenClipConfig
-from megaclip.models.open_clip_layers import layer_groups
+from megaclip.models.open_clip_layers import layer_groups, repeated_blocks
 from megaclip.models.packing import Pieces
 from megaclip.models.text import caption_lengths, cut_lengths, is_cut_exact
 from megaclip.zero.parameters import gathered_shape
@@ -213,9 +213,9 @@ class DualEncoder(nn.Module, abc.ABC):
         trained block above locked parameters is gathered module by module.
         """
 
-    @abc.abstractmethod
     def tower_blocks(self, tower: nn.Module) -> list[nn.Module]:
         """Return the blocks of a tower that activation checkpointing recomputes, from input to output."""
+        return repeated_blocks(tower)
 
     def layer_groups(self, tower: nn.Module) -> list[list[nn.Parameter]]:
         """Return the parameters of a tower in groups from input to output, each parameter in one group.

@@ -1,10 +1,11 @@
-"""Layer groups of the towers of MegaCLIP and open_clip, from input to output.
+"""Blocks and layer groups of the towers of MegaCLIP and open_clip, from input to output.
 
 The groups are those of `layer_groups()` in open_clip's development version (4.2.0.dev0): a stem, one group per block or
 stage, and a head. open_clip 3.3.0 has no such method. Layer-wise learning-rate decay uses them, and locks of MegaCLIP's
 towers.
 """
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +15,9 @@ from megaclip.errors import ConfigError, first_line
 from megaclip.open_clip_package import import_open_clip
 
 Part = nn.Module | nn.Parameter
+
+_BLOCK_CLASS = re.compile(r".*(Block\w*|Layer|Bottleneck)$")
+"""Names of classes that are blocks of a tower if they are elements of a list or of a sequence of modules."""
 
 _STEM = ("conv1", "token_embedding", "class_embedding", "positional_embedding", "cls_emb", "ln_pre")
 _LAST_NORM = ("ln_post", "ln_final")
@@ -26,6 +30,18 @@ def parameters_of(parts: Iterable[Part]) -> list[nn.Parameter]:
     return [
         parameter for part in parts for parameter in ([part] if isinstance(part, nn.Parameter) else part.parameters())
     ]
+
+
+def repeated_blocks(tower: nn.Module) -> list[nn.Module]:
+    """Return the outermost repeated blocks of a tower, from input to output."""
+    found: list[nn.Module] = []
+    for child in tower.children():
+        is_element = isinstance(tower, nn.ModuleList | nn.Sequential)
+        if is_element and _BLOCK_CLASS.fullmatch(type(child).__name__):
+            found.append(child)
+        else:
+            found += repeated_blocks(child)
+    return found
 
 
 def layer_groups(tower: nn.Module) -> list[list[nn.Parameter]]:

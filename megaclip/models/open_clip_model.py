@@ -15,7 +15,6 @@ Shapes: b batch, D embedding.
 import contextlib
 import functools
 import io
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -34,9 +33,6 @@ from megaclip.models.packing import Pieces
 from megaclip.models.text import is_cut_exact
 from megaclip.models.vision import patch_products
 from megaclip.open_clip_package import import_open_clip
-
-_BLOCK_CLASS = re.compile(r".*(Block\w*|Layer|Bottleneck)$")
-"""Names of classes that are blocks of a tower if they are elements of a list or of a sequence of modules."""
 
 
 class OpenClipModel(DualEncoder):
@@ -154,15 +150,11 @@ class OpenClipModel(DualEncoder):
         for tower in (self.visual, self.text):
             trained = all(parameter.requires_grad for parameter in tower.parameters())
             first = next(tower.parameters())
-            for block in _blocks(tower):
+            for block in self.tower_blocks(tower):
                 locked = not any(parameter.requires_grad for parameter in block.parameters())
                 reads_images = any(parameter is first for parameter in block.parameters())
                 blocks.append((block, locked or (trained and not reads_images)))
         return blocks
-
-    def tower_blocks(self, tower: nn.Module) -> list[nn.Module]:
-        """Return the outermost repeated blocks of a tower."""
-        return _blocks(tower)
 
     def statistics(self, tower: nn.Module) -> list[torch.Tensor]:
         """Return the buffers of the tower's batch norms."""
@@ -281,18 +273,6 @@ def _timm_arguments(arguments: dict[str, Any]) -> Iterator[None]:
 
     with mock.patch.object(timm, "create_model", functools.partial(timm.create_model, **arguments)):
         yield
-
-
-def _blocks(tower: nn.Module) -> list[nn.Module]:
-    """Return the outermost repeated blocks of a tower, from input to output."""
-    found: list[nn.Module] = []
-    for child in tower.children():
-        is_element = isinstance(tower, nn.ModuleList | nn.Sequential)
-        if is_element and _BLOCK_CLASS.fullmatch(type(child).__name__):
-            found.append(child)
-        else:
-            found += _blocks(child)
-    return found
 
 
 def _with_float32_statistics(norm_class: type) -> type:
