@@ -66,7 +66,12 @@ class LayerFactory:
 
     def __init__(self, group: RankGroup = ONE_RANK, layer_norm: str = "torch") -> None:
         self.group = group
-        self._norm: type[nn.Module] | Any = nn.LayerNorm if layer_norm == "torch" else _apex_layer_norm()
+        self._norm: Any = nn.LayerNorm
+        if layer_norm == "apex":
+            require_apex()
+            from apex.normalization import FusedLayerNorm
+
+            self._norm = functools.partial(FusedLayerNorm, memory_efficient=True)
 
     def norm(self, width: int, eps: float = 1e-5) -> nn.Module:
         """Return a layer norm with weight and bias over the last dimension."""
@@ -164,13 +169,6 @@ def require_apex() -> None:
             f"NVIDIA apex with its CUDA extensions cannot be imported ({error}); build it from "
             "https://github.com/NVIDIA/apex, or leave out megaclip.layer_norm"
         ) from None
-
-
-def _apex_layer_norm() -> Any:
-    require_apex()
-    from apex.normalization import FusedLayerNorm
-
-    return functools.partial(FusedLayerNorm, memory_efficient=True)
 
 
 @functools.cache

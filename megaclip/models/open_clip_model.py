@@ -15,7 +15,7 @@ Shapes: b batch, D embedding.
 import contextlib
 import functools
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -135,8 +135,14 @@ class OpenClipModel(DualEncoder):
         """
         tower: Any = self.parts()[name]
         flag = "image-unlocked-groups" if name == "image" else "text-unlocked-layers"
-        with _as_config_error(f"--lock-{flag} {unlocked_groups}", tower):
-            tower.lock(unlocked_groups)  # the first argument of all towers
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # open_clip prints the number of unlocked layers
+                tower.lock(unlocked_groups)  # the first argument of all towers
+        except Exception as error:  # open_clip does not document the exceptions that it raises
+            raise ConfigError(
+                f"--lock-{flag} {unlocked_groups}: open_clip cannot lock {type(tower).__name__} with this value: "
+                f"{type(error).__name__}: {first_line(error)}; use 0, or a smaller number"
+            ) from None
 
     def blocks_gathered_at_once(self) -> list[tuple[nn.Module, bool]]:
         """Return the blocks of both towers.
@@ -233,8 +239,11 @@ def _with_mask_of_its_length(
 def _build(config: OpenClipConfig) -> Any:
     """Return open_clip's model, whose towers and scalars are used; it is built without pretrained weights."""
     package = import_open_clip()
+    import timm
+
     description = config.to_open_clip()
     timm_arguments = description["vision_cfg"].pop("timm_model_kwargs", None) or {}
+    create_timm = functools.partial(timm.create_model, **timm_arguments)
     if config.text_cfg.hf_model_name is not None:
         try:
             import transformers  # noqa: F401
@@ -248,7 +257,7 @@ def _build(config: OpenClipConfig) -> Any:
     if config.has_decoder:
         build = functools.partial(package.CoCa, multimodal_cfg=description["multimodal_cfg"])
     try:
-        with known_configurations(), _timm_arguments(timm_arguments):
+        with known_configurations(), mock.patch.object(timm, "create_model", create_timm):
             return build(
                 embed_dim=config.embed_dim,
                 vision_cfg={**description["vision_cfg"], "timm_model_pretrained": False},
@@ -266,15 +275,6 @@ def _build(config: OpenClipConfig) -> Any:
         ) from error
 
 
-@contextlib.contextmanager
-def _timm_arguments(arguments: dict[str, Any]) -> Iterator[None]:
-    """Add arguments to timm's function that open_clip calls, in the body of a `with` statement."""
-    import timm
-
-    with mock.patch.object(timm, "create_model", functools.partial(timm.create_model, **arguments)):
-        yield
-
-
 def _with_float32_statistics(norm_class: type) -> type:
     """Return a subclass of a batch norm that computes in float32, or higher precision, and returns its input's dtype.
 
@@ -289,16 +289,3 @@ def _with_float32_statistics(norm_class: type) -> type:
         return property(get)
 
     return type(norm_class.__name__, (norm_class,), {"weight": wide("weight"), "bias": wide("bias")})
-
-
-@contextlib.contextmanager
-def _as_config_error(setting: str, tower: nn.Module) -> Iterator[None]:
-    """Raise what open_clip raises for groups that a tower does not have as ConfigError; print nothing."""
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # open_clip prints the number of unlocked layers
-            yield
-    except Exception as error:  # open_clip does not document the exceptions that it raises
-        raise ConfigError(
-            f"{setting}: open_clip cannot lock {type(tower).__name__} with this value: {type(error).__name__}: "
-            f"{first_line(error)}; use 0, or a smaller number"
-        ) from None
