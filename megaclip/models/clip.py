@@ -9,7 +9,7 @@ from megaclip.errors import ConfigError
 from megaclip.models.config import ModelConfig, TimmVisionConfig
 from megaclip.models.dual_encoder import DualEncoder
 from megaclip.models.layers import LayerFactory
-from megaclip.models.text import TextTower, is_cut_exact
+from megaclip.models.text import TextTower
 from megaclip.models.vision import VisionTower
 
 
@@ -38,8 +38,6 @@ class ClipModel(DualEncoder):
         # Shape (1,), because DeepSpeed cannot initialise with 0-d parameters.
         self.logit_scale = nn.Parameter(torch.empty(1))
         self.logit_bias = None if config.init_logit_bias is None else nn.Parameter(torch.empty(1))
-        # Captions that are cut have several lengths, and a block compiles faster than a tower.
-        self.compiles_whole_text_tower = not is_cut_exact(config.text_cfg)
 
     def lock_tower(self, name: str, unlocked_groups: int = 0) -> None:
         """Freeze a tower, except its last `unlocked_groups` groups.

@@ -66,8 +66,6 @@ class DualEncoder(nn.Module, abc.ABC):
     base_sha256: str | None = None
     """Checksum of the weights to which adapters were added (`megaclip.models.lora`); None: the model has no adapters.
     Checkpoints of a model with adapters hold its trained parameters only."""
-    compiles_whole_text_tower: bool = False
-    """True if the text tower is compiled as a whole where the image tower is."""
     before_text: Callable[[], None] | None = None
     """Function that `forward` calls between the towers if it encodes images and captions, or None. The gradient cache
     seeds the text tower's random numbers with it."""
@@ -239,8 +237,10 @@ class DualEncoder(nn.Module, abc.ABC):
         """
         classes: dict[type, type] = {}
         parts = []
+        # Captions that are cut have several lengths, and a block compiles faster than a tower.
+        wholes = ("image",) if is_cut_exact(self.config.text_cfg) else ("image", "text")
         for name, tower in self.parts().items():
-            whole = whole_image_tower and (name == "image" or (name == "text" and self.compiles_whole_text_tower))
+            whole = whole_image_tower and name in wholes
             modules = [tower] if whole else [block for block in self.blocks_to_compile(tower) if where(block)]
             for module in modules:
                 kind = type(module)

@@ -63,8 +63,6 @@ class OpenClipModel(DualEncoder):
         for module in self.text.modules():
             if type(module).__name__.endswith("SinusoidalPositionalEmbedding"):
                 module.register_forward_hook(self._in_the_parameters_dtype)
-        # Captions that are cut have several lengths, and a block compiles faster than a tower.
-        self.compiles_whole_text_tower = not is_cut_exact(config.text_cfg)
         if is_cut_exact(config.text_cfg):
             transformer = self.text.get_submodule("transformer")
             transformer.register_forward_pre_hook(_with_mask_of_its_length, with_kwargs=True)
