@@ -200,8 +200,8 @@ def measure(name: str, arguments: argparse.Namespace, device: torch.device) -> s
         encoders = [optimizer] * 2  # its step() and zero_grad() are those of the optimizer
     step, inputs = IMPLEMENTATIONS[name][0](encoders, arguments), inputs_of(arguments, device)
     losses, began = [], 0.0
-    # Around a whole step of the others, autocast would keep the copies of weights that the pass without gradients made,
-    # and the weights would receive no gradient.
+    # Around a whole step of the others, autocast of PyTorch 2.8 would keep the copies of weights that the pass without
+    # gradients made, and the weights would receive no gradient.
     around_step = torch.autocast(device.type, torch.bfloat16) if name == "GradientCache" else nullcontext()
     for number in range(arguments.warmup + arguments.steps):
         if number == arguments.warmup:
