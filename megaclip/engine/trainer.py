@@ -203,6 +203,7 @@ class Trainer:
             # The forward passes change the statistics before the step is known to be good.
             with restored(running_statistics(self.engine.module), only_on_failure=True):
                 loss = self._accumulate(batch, terms)
+                batch.look_ahead()
                 gradient_norm = update(self.engine, self.step, loss)
             if (own_loss := self.loss.own) is not None:
                 own_loss.step(self.step, self.length.total_steps)

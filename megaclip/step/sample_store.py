@@ -139,6 +139,8 @@ class StepStore:
         self._step = 0
         self._captions: CaptionChunks | None = None
         """This step's chunks of captions. None: no chunk of them has been read yet."""
+        self._next_captions: CaptionChunks | None = None
+        """Those of the next step, after `look_ahead`."""
         self._filled = 0
         """Number of chunks read since the start of the run."""
         self._released = 0
@@ -183,7 +185,7 @@ class StepStore:
         """Proceed to the next step, after both passes over this one. A skipped step makes only the first pass."""
         self.bad_counts = self._bad_counts_read[self._step % 2]
         self._step += 1
-        self._captions = None
+        self._captions, self._next_captions = self._next_captions, None
         self._release(self._first_chunk - 1)
 
     def ids(self) -> Tensor:
@@ -216,14 +218,24 @@ class StepStore:
         All ranks make the first call together.
         """
         if self._captions is None:
-            tokens = self._tokens[self._step % 2]
-            here = self._wait_for(self._first_chunk + self._image_chunks - 1)
-            tokens = tokens if here else torch.zeros_like(tokens)
-            divide = self._divide_captions or CaptionChunks.whole
-            self._captions = divide(tokens, self._text_chunks)
-            if self._step == 0 and here and self._captions.mean_tokens is not None:
+            self._captions = self._divided(self._step)
+            if self._step == 0 and not self._missed and self._captions.mean_tokens is not None:
                 logger.info("%s", self._captions.summary())
         return self._captions
+
+    def look_ahead(self) -> None:
+        """Divide the next step's captions if it has one chunk of images, so that the GPU does not wait for it then.
+
+        All ranks call it together after the passes over this step, while the GPU computes the last of them.
+        """
+        if self._image_chunks == 1:  # the images of more chunks may be read only after the next step has begun
+            self._next_captions = self._divided(self._step + 1)
+
+    def _divided(self, step: int) -> CaptionChunks:
+        tokens = self._tokens[step % 2]
+        here = self._wait_for(step * self._loader.readings_per_step + self._image_chunks - 1)
+        divide = self._divide_captions or CaptionChunks.whole
+        return divide(tokens if here else torch.zeros_like(tokens), self._text_chunks)
 
     def fields(self) -> dict[str, Tensor]:
         return self._fields[self._step % 2]

@@ -120,6 +120,27 @@ def test_chunks_of_images_arrive_with_their_captions(slots: int, reread_from: in
 
 
 @pytest.mark.timeout(60)
+def test_a_step_divides_the_captions_of_the_next_one_and_keeps_its_own(monkeypatch) -> None:
+    monkeypatch.setitem(globals(), "CHUNKS", 1)
+    divided = []
+
+    def divide(tokens: torch.Tensor, count: int) -> CaptionChunks:
+        divided.append(tokens.flatten().tolist())
+        return CaptionChunks.whole(tokens, count)
+
+    feed = DeviceFeed(torch.device("cpu"), torch.float32, lambda pixels, dtype: pixels.to(dtype))
+    with StepStore(Loader(1, 1), feed, text_chunks=1, context_length=1, divide_captions=divide) as store:
+        for step in range(3):
+            for tower in Tower:
+                assert read(store, tower, 1, again=False) == numbers_of(step, 0)
+            store.agree()
+            store.look_ahead()
+            assert divided == [numbers_of(each, 0) for each in range(step + 2)]
+            assert store.captions().tokens.flatten().tolist() == numbers_of(step, 0)
+            store.next_step()
+
+
+@pytest.mark.timeout(60)
 def test_slots_of_chunks_that_are_read_once_are_free_in_the_first_pass() -> None:
     """Then the loader can read the next step while the other chunks wait for their second pass.
 
