@@ -10,6 +10,7 @@ from megaclip.checkpoint.open_clip_weights import write_weights
 from megaclip.checkpoint.saved_states import SavedStates, consolidated_weights
 from megaclip.checkpoint.weight_files import read_tensors
 from megaclip.commands import export_open_clip
+from megaclip.data import load_tokenizer
 from megaclip.models import build_model, load_model_config
 from tests.end_to_end.training_runs import DS_CONFIG, flags, run_in_ranks
 
@@ -75,7 +76,9 @@ def test_adapters_resume_and_export_and_refuse_other_weights(tiny_run, tmp_path,
 def test_an_objective_trains_its_parameters_beside_adapters(tiny_run, tmp_path, monkeypatch):
     """With --feature-cache there are no images that it could read."""
     config, path = load_model_config(str(tiny_run / "model.json")), tmp_path / "config.json"
-    write_model_card(tmp_path / "base", config, OPENAI_PREPROCESS)
+    tokenizer = load_tokenizer(str(tiny_run / "tokenizer.model"), config.text_cfg.context_length)
+    config = config.replace(text_cfg=tokenizer.write_open_clip(tmp_path / "base"))
+    write_model_card(tmp_path / "base", config, OPENAI_PREPROCESS, tokenizer.files)
     write_weights(tmp_path / "base", build_model(config).state_dict(), config)
     teachers = {"teachers": [{"model": str(tmp_path / "base")}], "feature_weight": 1.0, "project": True}
     section = {"objective": "distillation", "objective_settings": teachers, "lora": {"rank": 4}}
