@@ -313,10 +313,13 @@ def scaling_commands(options: Options, folder: Path) -> Iterator[Command]:
     stages = [config(folder, options, stage) for stage in (1, 3, 2)]
     plain = [config(folder, options, stage, coalesce_gradient_reduction=False) for stage in (1, 3)]
     for count in (1, 2, 4, 8):
-        for name, configs in (("ViT-B-16", stages), ("uncoalesced", plain)):
-            if count == options.gpus or (count < options.gpus and configs is stages):
-                methods = ["megaclip", *(["open_clip_compiled"] if configs is stages else [])]
-                flags = ["--deepspeed_config", *configs, "--methods", *methods, "--compile", "true", "--steps", "3"]
+        for name, method, configs in (
+            ("MegaCLIP", "megaclip", stages),
+            ("open_clip", "open_clip_compiled", stages[:1]),
+            ("uncoalesced", "megaclip", plain),
+        ):
+            if count <= options.gpus and (count == options.gpus or name != "uncoalesced"):
+                flags = ["--deepspeed_config", *configs, "--methods", method, "--compile", "true", "--steps", "3"]
                 yield train(options, "scaling", f"{name} on {count}", count, ("ViT-B-16", 4096 * count, 512), *flags)
 
 

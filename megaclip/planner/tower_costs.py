@@ -76,6 +76,8 @@ class TowerCosts(NamedTuple):
     """Bytes of `graph` that selective recomputation does not keep: outputs of layer norms and activation functions."""
     largest_recomputed: float
     """Bytes of the largest of these outputs."""
+    fused: float
+    """Bytes of `graph` that compiled code never keeps: SwiGLU's activation, and its product."""
     forward: Pass
     """A forward pass through the whole tower."""
     backward: Pass
@@ -89,6 +91,7 @@ def tower_costs(
     *,
     unlocked_groups: int | None = None,
     checkpointing: str = "",
+    compiled: bool = False,
     recomputes: bool = False,
     tensor_ranks: int = 1,
     lora: LoraSettings | None = None,
@@ -100,7 +103,8 @@ def tower_costs(
         compute_bytes: bytes of a parameter and an activation, 2 or 4.
         unlocked_groups: number of trained groups of a partly locked tower; None: all of it is trained, or nothing.
         checkpointing: activation checkpointing, "", "gpu" or "cpu" (the blocks' inputs are kept in host memory).
-        recomputes: selective recomputation of a compiled tower. Without checkpointing it lowers the bytes.
+        compiled: without checkpointing, compiled code keeps fewer bytes of some blocks.
+        recomputes: selective recomputation of a compiled tower lowers them further.
         tensor_ranks: number of ranks that the blocks are split over.
         lora: adapters, which are trained instead of the weights.
 
@@ -113,9 +117,10 @@ def tower_costs(
         with_checkpoints = _traced(*arguments, checkpoints=True)
         on_host = costs.backward.block_inputs if checkpointing == "cpu" else 0.0
         graph, peak = with_checkpoints.graph - on_host, with_checkpoints.backward_peak - on_host
-    elif recomputes:
-        graph = costs.graph - costs.recomputed
-        peak = costs.backward_peak - costs.recomputed + costs.largest_recomputed
+    elif compiled:
+        saved, again = (costs.recomputed, costs.largest_recomputed) if recomputes else (0.0, 0.0)
+        graph = costs.graph - costs.fused - saved
+        peak = costs.backward_peak - costs.fused - saved + again
     else:
         return costs
     return costs._replace(graph=graph, backward_peak=max(peak, costs.forward_peak) if unlocked_groups else peak)
@@ -186,14 +191,17 @@ def trace_tower(model: DualEncoder, name: str, samples: int) -> TowerCosts:
     of_both = [*blocks, *decoder_blocks]
     trained_blocks = {block for block in of_both if any(parameter.requires_grad for parameter in block.parameters())}
     inputs_of_blocks: dict[nn.Module, int] = {}
-    recomputed: list[int] = [0]
+    gated = {module.ln_inner for block in of_both for module in block.modules() if getattr(module, "c_gate", None)}
+    recomputed, fused = [0], [0]
+    fused: list[int] = []
     with_gradient: set[torch.Tensor] = set()
 
     def count_input(block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         inputs_of_blocks[block] = (arguments[0] if arguments else options["hidden_states"]).nbytes
 
-    def count_output(_: nn.Module, arguments: Any, output: torch.Tensor) -> None:
+    def count_output(module: nn.Module, arguments: Any, output: torch.Tensor) -> None:
         recomputed.append(output.nbytes)
+        fused.append(2 * output.nbytes * (module in gated))
 
     def freed(parameter: torch.Tensor) -> None:
         with_gradient.add(parameter)
@@ -227,7 +235,8 @@ def trace_tower(model: DualEncoder, name: str, samples: int) -> TowerCosts:
         sum(results).backward()
     check_use_of_adapters(tower, with_gradient)
     backward = graph.ended(len(trained_blocks), sum(inputs_of_blocks[block] for block in trained_blocks))
-    return TowerCosts(without_graph.peak, kept, graph.peak, sum(recomputed), max(recomputed), forward, backward)
+    outputs_of_norms = sum(recomputed), max(recomputed), sum(fused)
+    return TowerCosts(without_graph.peak, kept, graph.peak, *outputs_of_norms, forward, backward)
 
 
 def _check_features(model: DualEncoder, tower: nn.Module, name: str, samples: int) -> None:

@@ -84,8 +84,9 @@ class TowerWork:
     def costs(self) -> TowerCosts:
         """Costs of one of the rank's samples. Captions have the full length, as in a chunk with a long caption."""
         workload, model = self.workload, self.workload.model
-        is_own, section = not isinstance(model, OpenClipConfig), workload.megaclip
-        if is_own and section.compile is True:  # the compiler computes QuickGELU's sigmoid again instead of keeping it
+        section = workload.megaclip
+        compiled = section.compile is True and not isinstance(model, OpenClipConfig)
+        if compiled:  # the compiler computes QuickGELU's sigmoid again instead of keeping it
             model = model.replace(quick_gelu=False)
         return tower_costs(
             model,
@@ -93,7 +94,8 @@ class TowerWork:
             workload.compute_bytes,
             unlocked_groups=self.unlocked_groups,
             checkpointing=workload.checkpointing,
-            recomputes=is_own and section.compile is True and section.selective_recompute is True,
+            compiled=compiled,
+            recomputes=section.selective_recompute is True,
             tensor_ranks=workload.tensor_ranks,
             lora=section.lora if self.trained else None,
         )
