@@ -104,8 +104,6 @@ LONG = pytest.mark.long
         ("quick_gelu", None, False, False),
         ("quick_gelu", None, False, True),
         ("plain", None, True, True),
-        ("gated", None, False, False),
-        ("gated", None, False, True),
         ("quick_gelu", 3, False, False),
         pytest.param("quick_gelu", 3, True, False, marks=LONG),
         pytest.param("layer_scale", None, True, False, marks=LONG),
@@ -119,9 +117,7 @@ def test_compiled_towers_save_no_more_than_planned(
     """The compiler divides a graph into forward and backward pass, and so decides which tensors are saved."""
     torch.compiler.reset()
     monkeypatch.setattr(compilation, "BACKEND", "aot_eager_decomp_partition")
-    config = model_config(**CASES.get(case, {}))
-    if case == "gated":  # described by timm's names only
-        config.vision_cfg.gated = True
+    config = model_config(**CASES[case])
     model = locked_model(config, unlocked).bfloat16()
     images, tokens = inputs(dtype=torch.bfloat16)
     compiled = config.replace(quick_gelu=False)  # as `TowerWork` describes compiled towers
@@ -140,6 +136,21 @@ def test_compiled_towers_save_no_more_than_planned(
         width = config.vision_cfg.width if name == "image" else config.text_cfg.width
         norms = 3 * SAMPLES * (197 if name == "image" else 77) * width * 2 if recomputes else 0
         assert 0.8 * planned - norms < measured < 1.03 * planned, case
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_compiled_gated_blocks_keep_what_is_planned(recomputes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code keeps neither SwiGLU's activation nor its product."""
+    torch.compiler.reset()
+    monkeypatch.setattr(compilation, "BACKEND", "aot_eager_decomp_partition")
+    config = load_model_config("EVA02-B-16")
+    model = build_model(config).bfloat16().train()
+    kind = compilation.compiled_class(type(model.blocks_to_compile(model.visual)[0]), recomputes=recomputes)
+    for block in model.blocks_to_compile(model.visual):
+        block.__class__ = kind
+    measured = bytes_saved_for_backward(model.visual, torch.randn(2, 3, 224, 224).bfloat16())
+    planned = 2 * tower_costs(config, "image", 2, compiled=True, recomputes=recomputes).graph
+    assert 0.95 * planned < measured < 1.03 * planned
 
 
 @pytest.mark.parametrize("case", ["plain", "quick_gelu", "mean_pool"])
