@@ -474,6 +474,7 @@ def report_results(arguments: argparse.Namespace) -> None:
     pair = [label for label in pair if all(f"{own}/{label.split('/', 1)[1]}" in found for own in TRAINERS)]
     if pair:
         print_agreement(found[pair[0]], found[pair[1]])
+        print_seconds([found[label] for label in pair[:2]], timed)
     if timed:
         print("\n| run | device | ms per step | samples/s | with starts of epochs, ms | start and compilation, s |")
         print("| --- " * 6 + "|")
@@ -549,6 +550,15 @@ def print_scores(found: dict[str, list[dict[str, Any]]], best: dict[tuple[str, s
         print(f"| {label} | {len(own)} | {own[0]['steps']} | {losses} | {' | '.join(cells)} |")
 
 
+def print_seconds(sides: list[list[dict[str, Any]]], timed: list[dict[str, Any]]) -> None:
+    """Print the seconds of training, as in the timed runs, that each trainer requires for the scores of each step."""
+    seconds = {own["trainer"]: own["mean_step_s"] for own in timed}
+    if set(TRAINERS) <= set(seconds):
+        print("\n| step | open_clip, s | MegaCLIP, s |\n| --- | --- | --- |")
+        for step in sorted(set(sides[0][0]["scores"]) & set(sides[1][0]["scores"])):
+            print(f"| {step} | {' | '.join(f'{step * seconds[trainer]:.0f}' for trainer in TRAINERS)} |")
+
+
 def last_scores(result: dict[str, Any]) -> dict[str, float]:
     scores: dict[str, float] = result["scores"][max(result["scores"])]
     return scores
@@ -575,12 +585,12 @@ def draw(path: Path, found: dict[str, list[dict[str, Any]]], timed: list[dict[st
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    speed = {own["trainer"]: own["step_s"] for own in timed}
+    speed = {own["trainer"]: own["mean_step_s"] for own in timed}
     quantities = ["loss", "zero_shot_top1", "retrieval_r5"]
     figure, axes = plt.subplots(2, 3, figsize=(11, 5.6), sharey="col")
     for trainer, colour in zip(TRAINERS, ("tab:orange", "tab:blue"), strict=True):
         results = found[trainer]
-        for row, scale in enumerate((1.0, speed.get(trainer, results[0]["step_s"]))):
+        for row, scale in enumerate((1.0, speed.get(trainer, results[0]["mean_step_s"]))):
             for column, quantity in enumerate(quantities):
                 steps = (
                     [at for at, *_ in results[0]["losses"]][3::4]

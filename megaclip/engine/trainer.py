@@ -30,8 +30,7 @@ from megaclip.engine.preflight import keep_more_graphs
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedule import RunLength, chosen_schedule, chosen_warmup
 from megaclip.errors import NonFiniteError
-from megaclip.evaluation import Evaluation, ModelEncoder, evaluate_datasets, example_pictures
-from megaclip.evaluation.datasets import Progress
+from megaclip.evaluation import Evaluation, ModelEncoder, Progress, evaluate_datasets, example_pictures
 from megaclip.evaluation.suite import TaskScorer
 from megaclip.logging import get_logger
 from megaclip.models.compilation import compiled_function, report_compilation

@@ -5,17 +5,17 @@
 against the model (`ranking`).
 """
 
-from megaclip.evaluation.datasets import evaluate_datasets
 from megaclip.evaluation.encoder import Encode, ModelEncoder
 from megaclip.evaluation.pictures import example_pictures
 from megaclip.evaluation.retrieval import RetrievalExamples, retrieval, retrieval_examples
-from megaclip.evaluation.scores import Evaluation, ZeroShotTask, evaluate
+from megaclip.evaluation.scores import Evaluation, Progress, ZeroShotTask, evaluate, evaluate_datasets
 from megaclip.evaluation.zero_shot import class_weights, zero_shot
 
 __all__ = [
     "Encode",
     "Evaluation",
     "ModelEncoder",
+    "Progress",
     "RetrievalExamples",
     "ZeroShotTask",
     "class_weights",

@@ -18,10 +18,11 @@ captions and images again from the dataset.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from megaclip.comm.collectives import gather_integers, gather_rows, sum_over_ranks
 from megaclip.comm.groups import group_rank, group_size
@@ -96,44 +97,48 @@ def retrieval_ranks(
     """
     if text_image_ids is None:
         text_image_ids = image_ids
-    images = _Rows.without_padding(image_features, image_ids)
-    texts = _Rows.without_padding(text_features, text_image_ids)
+    images = _without_padding(image_features, image_ids)
     side = tile_side(image_features.shape[1], tile_budget_mib)
-    visits = _Visits(texts, side, group)
+    visits = _Visits(_without_padding(text_features, text_image_ids), side, group)
+    _check_matching(_of_all(images.ids, group), visits.ids)
     image_best, text_best = _right_answers(images, visits, group)
 
-    image_rank = torch.zeros_like(images.ids)
-    text_rank = torch.zeros(visits.total, dtype=torch.int64, device=images.ids.device)
-    for place, visiting in visits:
-        for rows, similarities in similarity_tiles(images.features, visiting.features, side):
-            wrong = (images.ids[rows, None] != visiting.ids) & (visiting.ids != PADDING_ID)
+    image_rank, text_rank = torch.zeros_like(images.ids), torch.zeros_like(visits.ids)
+    for place, features in visits:
+        ids = visits.ids[place]
+        for rows, similarities in similarity_tiles(images.features, features, side):
+            wrong = (images.ids[rows, None] != ids) & (ids != PADDING_ID)
             image_rank[rows] += ahead(similarities, image_best[rows, None], wrong).sum(dim=1)
             text_rank[place] += ahead(similarities, text_best[place], wrong).sum(dim=0)
     text_rank = visits.own(sum_over_ranks(text_rank, group=group))
     return RetrievalRanks(_with_padding(image_rank, image_ids), _with_padding(text_rank, text_image_ids))
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Features with their image ids."""
+class _Rows(NamedTuple):
+    """Features (n, D) with their image ids (n,) int64."""
 
     features: torch.Tensor
-    """Features (n, D)."""
     ids: torch.Tensor
-    """Image id of each feature (n,) int64."""
 
-    @staticmethod
-    def without_padding(features: torch.Tensor, ids: torch.Tensor) -> "_Rows":
-        if len(features) != len(ids):
-            raise DataError(f"retrieval requires one id per feature row, got {len(features)} rows and {len(ids)} ids")
-        kept = ids != PADDING_ID
-        return _Rows(features[kept], ids[kept])
+
+def _without_padding(features: torch.Tensor, ids: torch.Tensor) -> _Rows:
+    if len(features) != len(ids):
+        raise DataError(f"retrieval requires one id per feature row, got {len(features)} rows and {len(ids)} ids")
+    kept = ids != PADDING_ID
+    return _Rows(features[kept], ids[kept])
+
+
+def _of_all(rows: torch.Tensor, group: Any, multiple: int = 1) -> torch.Tensor:
+    """Return the rows of all ranks, each rank's padded with PADDING_ID to the same multiple of `multiple`."""
+    longest = max(1, *(count for (count,) in gather_integers([len(rows)], group=group)))
+    padding = rows.new_full((longest + -longest % multiple - len(rows), *rows.shape[1:]), PADDING_ID)
+    return gather_rows(torch.cat([rows, padding]), group=group)
 
 
 class _Visits:
     """Iterable over the captions of all ranks; one visit gathers an equal piece from every rank.
 
-    It yields `(place, rows)`: the features and ids of one visit, and their slice in a vector of `total` scalars, one
+    It yields `(place, features)`: the features of one visit, and their slice in `ids` and other vectors with one scalar
     per caption of all ranks. Short pieces are padded. Every rank must iterate to the end.
     """
 
@@ -141,74 +146,55 @@ class _Visits:
         self._texts, self._group = texts, group
         self._world_size = group_size(group)
         self._piece = max(1, side // self._world_size)
-        longest = max(count for (count,) in gather_integers([len(texts.ids)], group=group))
-        self._count = -(-longest // self._piece)
-        self.total = self._count * self._piece * self._world_size
+        by_rank = _of_all(texts.ids, group, self._piece).view(self._world_size, -1, self._piece)
+        self.ids = by_rank.transpose(0, 1).reshape(-1)
+        """Image ids of the captions of all ranks, in the order of the visits, int64."""
 
-    def __iter__(self) -> Iterator[tuple[slice, _Rows]]:
+    def __iter__(self) -> Iterator[tuple[slice, torch.Tensor]]:
         width = self._piece * self._world_size
-        for visit in range(self._count):
-            mine = slice(visit * self._piece, (visit + 1) * self._piece)
-            features, ids = self._texts.features[mine], self._texts.ids[mine]
-            missing = self._piece - len(ids)
-            features = torch.nn.functional.pad(features, (0, 0, 0, missing))
-            ids = torch.nn.functional.pad(ids, (0, missing), value=PADDING_ID)
-            rows = _Rows(gather_rows(features, group=self._group), gather_rows(ids, group=self._group))
-            yield slice(visit * width, (visit + 1) * width), rows
+        for visit in range(len(self.ids) // width):
+            own = self._texts.features[visit * self._piece : (visit + 1) * self._piece]
+            features = gather_rows(pad(own, (0, 0, 0, self._piece - len(own))), group=self._group)
+            yield slice(visit * width, (visit + 1) * width), features
 
     def own(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part (m,) of a vector (total,) in the order of the visits."""
-        by_rank = values.view(self._count, self._world_size, self._piece)[:, group_rank(self._group)]
+        """Return this rank's part (m,) of a vector in the order of the visits."""
+        by_rank = values.view(-1, self._world_size, self._piece)[:, group_rank(self._group)]
         return by_rank.reshape(-1)[: len(self._texts.ids)]
 
 
 def _right_answers(images: _Rows, visits: _Visits, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the similarities of right answers, float64, with -inf instead of NaN.
 
-    Returns:
-        (n,) of each local image and the best of its captions, and (total,) of each caption and its image.
-
-    Raises:
-        DataError: on every rank, if images and captions do not match.
+    They are those of each local image and the best of its captions, (n,), and of each caption of all ranks and its
+    image, in the order of `visits.ids`.
     """
-    device = images.ids.device
     sorted_ids, order = images.ids.sort()
-    image_best = torch.full((len(order),), -torch.inf, dtype=torch.float64, device=device)
-    captions_of_image = torch.zeros_like(order)
-    text_best = torch.zeros(visits.total, dtype=torch.float64, device=device)
-    images_of_text = torch.zeros(visits.total, dtype=torch.int64, device=device)
-    present = torch.zeros(visits.total, dtype=torch.bool, device=device)
-    for place, visiting in visits:
-        present[place] = visiting.ids != PADDING_ID
+    image_best = torch.full_like(order, -torch.inf, dtype=torch.float64)
+    text_best = torch.zeros_like(visits.ids, dtype=torch.float64)
+    for place, features in visits:
         if not len(order):
             continue
-        position = torch.searchsorted(sorted_ids, visiting.ids).clamp(max=len(order) - 1)
-        here = torch.nonzero(sorted_ids[position] == visiting.ids).flatten()
+        position = torch.searchsorted(sorted_ids, visits.ids[place]).clamp(max=len(order) - 1)
+        here = torch.nonzero(sorted_ids[position] == visits.ids[place]).flatten()
         image = order[position[here]]
-        similarity = nan_is_worst((images.features[image].double() * visiting.features[here].double()).sum(dim=1))
+        similarity = nan_is_worst((images.features[image].double() * features[here].double()).sum(dim=1))
         image_best.scatter_reduce_(0, image, similarity, reduce="amax")
-        captions_of_image.index_add_(0, image, torch.ones_like(image))
         text_best[place][here] = similarity
-        images_of_text[place][here] = 1
-
-    images_of_text = sum_over_ranks(images_of_text, group=group)
-    repeated = (sorted_ids[1:] == sorted_ids[:-1]).sum()
-    counts = torch.stack([(captions_of_image == 0).sum(), repeated, repeated.new_tensor(len(order))])
-    _check_matching(sum_over_ranks(counts, group=group).tolist(), images_of_text[present])
     return image_best, sum_over_ranks(text_best, group=group)
 
 
-def _check_matching(image_counts: list[int], images_of_text: torch.Tensor) -> None:
-    without_caption, repeated, images = image_counts
-    if not images:
+def _check_matching(image_ids: torch.Tensor, text_image_ids: torch.Tensor) -> None:
+    """Raise DataError if the images and the captions of all ranks do not match. Ids of padding are ignored."""
+    image_ids, text_image_ids = (ids[ids != PADDING_ID] for ids in (image_ids, text_image_ids))
+    if not len(image_ids):
         raise DataError("retrieval requires at least one image with a caption, got only padding rows; check the data")
-    if repeated or (images_of_text > 1).any():
+    if len(image_ids.unique()) < len(image_ids):
         raise DataError("retrieval requires unique image ids over all ranks, got an id twice; remove the copies")
-    if (images_of_text == 0).any():
-        missing = int((images_of_text == 0).sum())
+    if missing := int((~torch.isin(text_image_ids, image_ids)).sum()):
         raise DataError(f"retrieval requires the image of every caption, got {missing} captions without an image")
-    if without_caption:
-        raise DataError(f"retrieval requires a caption for every image, got {without_caption} images without a caption")
+    if missing := int((~torch.isin(image_ids, text_image_ids)).sum()):
+        raise DataError(f"retrieval requires a caption for every image, got {missing} images without a caption")
 
 
 def _with_padding(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -270,23 +256,20 @@ def retrieval_examples(
     queries = torch.as_tensor(spread(np.arange(len(example_ids)), query_count), device=chosen_ids.device)
 
     kept = image_ids != PADDING_ID
-    own_ids = chosen_ids[queries]
-    similarities = texts[queries] @ image_features[kept].double().T
+    all_ids = _of_all(image_ids[kept], group)
+    similarities = _of_all(image_features[kept].double() @ texts[queries].T, group)[all_ids != PADDING_ID].T
+    all_ids = all_ids[all_ids != PADDING_ID]
     own = (texts[queries] * images[queries]).sum(dim=1)
-    is_ahead = ahead(similarities, own[:, None], image_ids[kept] != own_ids[:, None])
-    ranks = sum_over_ranks(is_ahead.sum(dim=1), group=group)
-    candidates = int(sum_over_ranks(kept.sum(), group=group))
-    found_similarities, found_ids = _best(
-        nan_is_worst(similarities), image_ids[kept], min(_RETRIEVED, candidates), group
-    )
+    is_ahead = ahead(similarities, own[:, None], all_ids != chosen_ids[queries, None])
+    found = nan_is_worst(similarities).topk(min(_RETRIEVED, len(all_ids)), dim=1)
     return RetrievalExamples(
         ids=example_ids,
         similarities=(texts @ images.T).cpu().numpy(),
         queries=queries.cpu().numpy(),
-        found_ids=found_ids.cpu().numpy(),
-        found_similarities=found_similarities.cpu().numpy(),
-        ranks=ranks.cpu().numpy(),
-        candidates=candidates,
+        found_ids=all_ids[found.indices].cpu().numpy(),
+        found_similarities=found.values.cpu().numpy(),
+        ranks=is_ahead.sum(dim=1).cpu().numpy(),
+        candidates=len(all_ids),
     )
 
 
@@ -296,18 +279,3 @@ def _collect(features: torch.Tensor, ids: torch.Tensor, chosen_ids: torch.Tensor
     place, row = torch.nonzero(chosen_ids[:, None] == ids, as_tuple=True)
     collected[place] = features[row].double()
     return sum_over_ranks(collected, group=group)
-
-
-def _best(similarities: torch.Tensor, ids: torch.Tensor, count: int, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `count` highest similarities (q, count) over all ranks, and their ids.
-
-    similarities (q, n) and ids (n,): those of this rank.
-    """
-    missing = max(0, count - len(ids))
-    similarities = torch.nn.functional.pad(similarities, (0, missing), value=-torch.inf)
-    ids = torch.nn.functional.pad(ids, (0, missing), value=PADDING_ID)
-    local, columns = similarities.topk(count, dim=1)
-    gathered = gather_rows(local.T.contiguous(), group=group).T
-    gathered_ids = gather_rows(ids[columns].T.contiguous(), group=group).T
-    best, columns = gathered.topk(count, dim=1)
-    return best, gathered_ids.gather(1, columns)

@@ -1,21 +1,23 @@
 """Evaluate a model: retrieval and zero-shot classification in one call.
 
-Evaluation loaders supply the data: the same number of batches on every rank, with id -1 at padding rows. An `Encode`
-computes the features. Every rank calls `evaluate`, which calls `encode` equally often on every rank, so it works under
-ZeRO-3.
+`evaluate_datasets` reads opened datasets; training runs and `megaclip evaluate` use it. `evaluate` takes the batches of
+evaluation loaders: the same number on every rank, with id -1 at padding rows. An `Encode` computes the features. Every
+rank calls `encode` equally often, so it works under ZeRO-3.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from megaclip.comm.collectives import gather_integers, sum_over_ranks
+from megaclip.comm.collectives import gather_integers, gather_rows, sum_counts, sum_over_ranks
+from megaclip.comm.groups import group_rank, group_size
+from megaclip.data import EvaluationLoader, ImageTransform, LabelledDataset, PairDataset, Tokenizer
 from megaclip.data.batch import PADDING_ID
 from megaclip.errors import DataError
 from megaclip.evaluation.encoder import Encode, in_step
-from megaclip.evaluation.equal_images import first_equal_image
 from megaclip.evaluation.retrieval import RetrievalExamples, retrieval, retrieval_examples, spread
 from megaclip.evaluation.zero_shot import zero_shot
 from megaclip.logging import get_logger, log_once
@@ -23,6 +25,8 @@ from megaclip.logging import get_logger, log_once
 _logger = get_logger(__name__)
 
 Tokenize = Callable[[list[str]], torch.Tensor]
+Progress = Callable[[Iterable[Any], str], Iterable[Any]]
+"""Function of (batches, name of the evaluation) that returns the same batches and shows the progress over them."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,64 @@ class Evaluation:
     """Metrics by name, each between 0 and 1."""
     examples: RetrievalExamples | None = None
     """Data of the evaluation pictures; None without retrieval."""
+
+
+def evaluate_datasets(
+    encode: Encode,
+    *,
+    pairs: PairDataset | None,
+    labelled: LabelledDataset | None,
+    transform: ImageTransform,
+    tokenizer: Tokenizer,
+    batch_size: int,
+    num_workers: int,
+    text_batch_size: int = 256,
+    group_captions: bool = False,
+    progress: Progress = lambda batches, _: batches,
+) -> tuple[Evaluation, dict[str, int]]:
+    """Return the evaluation, and the number of bad samples that all ranks left out of it, by kind.
+
+    Every rank must call it.
+
+    Args:
+        pairs: dataset for retrieval, or None.
+        labelled: dataset for zero-shot classification, or None. At least one dataset is required.
+        batch_size: number of images that a rank encodes at once.
+        num_workers: number of data worker processes per rank.
+        text_batch_size: number of prompts that a rank encodes at once.
+        group_captions: every line of a text in `pairs` is a caption.
+        progress: shows the progress over the batches.
+
+    Raises:
+        DataError: on every rank, if the data cannot be evaluated.
+    """
+    loaders: list[EvaluationLoader] = []
+
+    def batches(dataset: PairDataset | LabelledDataset, tokenizer: Tokenizer | None, name: str) -> Iterable[Any]:
+        loader = EvaluationLoader(
+            dataset,
+            transform,
+            tokenizer,
+            batch_size=batch_size,
+            rank=group_rank(),
+            world_size=group_size(),
+            num_workers=num_workers,
+            by_line=group_captions,
+        )
+        loaders.append(loader)
+        return progress(loader, name)
+
+    task = None
+    if labelled is not None:
+        task = ZeroShotTask(batches(labelled, None, "zero-shot"), labelled.class_names, labelled.templates)
+    result = evaluate(
+        encode,
+        tokenizer=tokenizer,
+        pairs=None if pairs is None else batches(pairs, tokenizer, "retrieval"),
+        labelled=task,
+        text_batch_size=text_batch_size,
+    )
+    return result, sum_counts(sum((Counter(loader.bad_counts) for loader in loaders), Counter()))
 
 
 def evaluate(
@@ -112,6 +174,25 @@ def _encode_pairs(encode: Encode, pairs: Iterable[Any]) -> tuple[torch.Tensor, .
     is_first = row.diff(prepend=row.new_tensor([-1])) > 0
     leading_ids = image_ids[row].masked_fill(~is_first, PADDING_ID)
     return torch.cat(images), torch.cat(texts), image_ids, image_of_pair[row], leading_ids
+
+
+def first_equal_image(pair_ids: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:
+    """Return the id of each pair's image, the smallest id of all pairs with an equal image, (n,) int64.
+
+    Datasets with one pair per caption repeat images (COCO, Flickr). Every rank must call it, with equally many rows.
+    Ranks exchange only a 64-bit digest per pair.
+
+    pair_ids: (n,) int64, unique over all ranks; padding has PADDING_ID and keeps it. digests: (n,) int64.
+    """
+    gathered = gather_rows(torch.stack([pair_ids, digests], dim=1))
+    all_ids, all_digests = gathered[gathered[:, 0] != PADDING_ID].unbind(1)
+    if not len(all_ids):
+        return pair_ids
+    all_ids, order = all_ids.sort()
+    _, distinct = all_digests[order].unique(return_inverse=True)
+    smallest = all_ids.clone().scatter_reduce_(0, distinct, all_ids, reduce="amin", include_self=False)
+    places = torch.searchsorted(all_ids, pair_ids).clamp(max=len(all_ids) - 1)
+    return torch.where(pair_ids == PADDING_ID, PADDING_ID, smallest[distinct[places]])
 
 
 def _encode_batch(encode: Encode, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,12 +21,11 @@ from megaclip.data import EvaluationLoader, ImageTransform, LabelledDataset, Pai
 from megaclip.data.labelled import CLASS_NAMES_FILE, has_train_split, open_labelled, split_shards, text_lines
 from megaclip.errors import DataError, os_reason
 from megaclip.evaluation import task_metrics
-from megaclip.evaluation.datasets import Progress
 from megaclip.evaluation.encoder import Encode, encode_images, encode_texts
 from megaclip.evaluation.items import Item, ItemSet, item_files, open_items
 from megaclip.evaluation.probe import linear_probe, nearest_neighbours
 from megaclip.evaluation.retrieval import RECALL_AT, retrieval
-from megaclip.evaluation.scores import evaluate
+from megaclip.evaluation.scores import Progress, evaluate
 from megaclip.evaluation.task_metrics import Metrics
 from megaclip.evaluation.zero_shot import class_weights, classify
 

@@ -8,7 +8,7 @@ import torch
 
 from megaclip.errors import DataError
 from megaclip.evaluation import ModelEncoder, evaluate
-from megaclip.evaluation.equal_images import first_equal_image
+from megaclip.evaluation.scores import first_equal_image
 from tests.evaluation_oracle import image_facts, retrieval_by_sorting, unit_features
 
 DIM, BATCH = 8, 4
