@@ -9,7 +9,7 @@ from megaclip.evaluation.encoder import Encode, ModelEncoder
 from megaclip.evaluation.pictures import example_pictures
 from megaclip.evaluation.retrieval import RetrievalExamples, retrieval, retrieval_examples
 from megaclip.evaluation.scores import Evaluation, Progress, ZeroShotTask, evaluate, evaluate_datasets
-from megaclip.evaluation.zero_shot import class_weights, zero_shot
+from megaclip.evaluation.zero_shot import class_weights, classify
 
 __all__ = [
     "Encode",
@@ -19,10 +19,10 @@ __all__ = [
     "RetrievalExamples",
     "ZeroShotTask",
     "class_weights",
+    "classify",
     "evaluate",
     "evaluate_datasets",
     "example_pictures",
     "retrieval",
     "retrieval_examples",
-    "zero_shot",
 ]

@@ -19,7 +19,7 @@ from megaclip.data.batch import PADDING_ID
 from megaclip.errors import DataError
 from megaclip.evaluation.encoder import Encode, in_step
 from megaclip.evaluation.retrieval import RetrievalExamples, retrieval, retrieval_examples, spread
-from megaclip.evaluation.zero_shot import zero_shot
+from megaclip.evaluation.zero_shot import class_weights, classify
 from megaclip.logging import get_logger, log_once
 
 _logger = get_logger(__name__)
@@ -133,14 +133,10 @@ def evaluate(
     metrics: dict[str, float] = {}
     examples = None
     if labelled is not None:
-        metrics |= zero_shot(
-            encode,
-            labelled.batches,
-            labelled.class_names,
-            labelled.templates,
-            tokenizer,
-            prompt_batch_size=text_batch_size,
-        )
+        names, templates = labelled.class_names, labelled.templates
+        weights = class_weights(encode, names, templates, tokenizer, prompt_batch_size=text_batch_size)
+        ranks = classify(encode, labelled.batches, weights).ranks
+        metrics |= {f"zero_shot_top{k}": float((ranks < k).mean()) for k in (1, 5)}
     if pairs is not None:
         images, texts, image_ids, text_image_ids, leading_ids = _encode_pairs(encode, pairs)
         metrics |= retrieval(images, texts, image_ids, text_image_ids)

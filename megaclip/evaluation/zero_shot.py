@@ -19,39 +19,7 @@ from megaclip.errors import DataError
 from megaclip.evaluation.encoder import Encode, encode_texts, in_step
 from megaclip.evaluation.ranking import TIE_TOLERANCE, ahead, nan_is_worst, similarity_tiles, tile_side
 
-TOP = (1, 5)
 CLASS_PLACE = "{c}"
-
-
-def zero_shot(
-    encode: Encode,
-    batches: Iterable[Any],
-    class_names: Sequence[str],
-    templates: Sequence[str],
-    tokenizer: Callable[[list[str]], torch.Tensor],
-    *,
-    group: Any = None,
-    prompt_batch_size: int = 256,
-    tile_budget_mib: float = 128,
-) -> dict[str, float]:
-    """Return `zero_shot_top1` and `zero_shot_top5` over the images of all ranks, equal on every rank.
-
-    Every rank must call it.
-
-    Args:
-        batches: this rank's `LabelledBatch`es, the same number on every rank: images (b, 3, H, W), labels (b,), ids
-            (b,). Rows with id -1 are padding and are ignored.
-        class_names: name of each class, in the order of the labels.
-        templates: prompts, each with `{c}` at the place of the class name.
-        prompt_batch_size: number of prompts that a rank encodes at once.
-        tile_budget_mib: memory for one tile of similarities with its operands, in MiB.
-
-    Raises:
-        DataError: class names, templates or labels are not valid.
-    """
-    weights = class_weights(encode, class_names, templates, tokenizer, group=group, prompt_batch_size=prompt_batch_size)
-    ranks = classify(encode, batches, weights, group=group, tile_budget_mib=tile_budget_mib).ranks
-    return {f"zero_shot_top{k}": np.count_nonzero(ranks < k) / len(ranks) for k in TOP}
 
 
 @dataclass(frozen=True)
@@ -78,7 +46,14 @@ def classify(
 ) -> Classified:
     """Classify the images of all ranks. Every rank must call it.
 
-    weights: class embeddings (C, D) of `class_weights`. The other arguments and the errors are those of `zero_shot`.
+    Args:
+        batches: this rank's `LabelledBatch`es, the same number on every rank: images (b, 3, H, W), labels (b,), ids
+            (b,). Rows with id -1 are padding and are ignored.
+        weights: class embeddings (C, D) of `class_weights`.
+        tile_budget_mib: memory for one tile of similarities with its operands, in MiB.
+
+    Raises:
+        DataError: a label is not the number of a class, or there are only padding rows.
     """
     found = [torch.empty(0, 4, dtype=torch.int64, device=weights.device)]
     for batch in in_step(batches, group=group):
@@ -109,7 +84,9 @@ def class_weights(
 ) -> torch.Tensor:
     """Return the class embeddings (C, D) float32, of unit length, on every rank.
 
-    Every rank must call it; it calls `encode` equally often on every rank. The arguments are those of `zero_shot`.
+    Every rank must call it; it calls `encode` equally often on every rank. class_names: in the order of the labels.
+    templates: prompts, each with `{c}` at the place of the class name. prompt_batch_size: number of prompts that a rank
+    encodes at once. Raises DataError for invalid names or templates.
     """
     _check_prompts(class_names, templates)
     prompts = [template.replace(CLASS_PLACE, name) for name in class_names for template in templates]

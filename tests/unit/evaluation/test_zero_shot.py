@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megaclip.errors import DataError
-from megaclip.evaluation.zero_shot import class_weights, zero_shot
+from megaclip.evaluation.scores import ZeroShotTask, evaluate
+from megaclip.evaluation.zero_shot import class_weights
 from tests.evaluation_oracle import coarse_features
 from tests.tolerances import CLASS_WEIGHTS, assert_close
 
@@ -52,6 +53,10 @@ def batches(features: np.ndarray, labels: np.ndarray, ids: np.ndarray, size: int
     ]
 
 
+def zero_shot(model: ToyModel, data: list[SimpleNamespace], names: list[str], templates: list[str]) -> dict[str, float]:
+    return evaluate(model, tokenizer=model.tokenizer, labelled=ZeroShotTask(data, names, templates)).metrics
+
+
 def oracle_weights(model: ToyModel, names: list[str]) -> np.ndarray:
     weights = []
     for name in names:
@@ -74,7 +79,7 @@ def test_equal_class_names_count_as_ties() -> None:
     model, names = ToyModel(), ["cat", "dog", "cat", "cow", "hen", "fox"]
     weights = oracle_weights(model, names).astype(np.float32)
     labels = np.arange(6)
-    got = zero_shot(model, batches(weights, labels, labels, 6), names, TEMPLATES, model.tokenizer)
+    got = zero_shot(model, batches(weights, labels, labels, 6), names, TEMPLATES)
     assert got == pytest.approx({"zero_shot_top1": 4 / 6, "zero_shot_top5": 1.0})
 
 
@@ -83,7 +88,7 @@ def test_zero_or_nan_features_score_zero(value: float) -> None:
     model, labels = ToyModel(), np.arange(8)
     features = np.full((8, DIM), value, dtype=np.float32)
     names = [f"class {index}" for index in range(8)]
-    got = zero_shot(model, batches(features, labels, labels, 3), names, TEMPLATES, model.tokenizer)
+    got = zero_shot(model, batches(features, labels, labels, 3), names, TEMPLATES)
     assert got == {"zero_shot_top1": 0.0, "zero_shot_top5": 0.0}
 
 
@@ -103,10 +108,10 @@ def test_bad_classes_templates_or_labels_raise(
     model, features = ToyModel(), coarse_features(np.random.default_rng(0), 2, DIM)
     data = batches(features, np.array(labels), np.arange(2), 2)
     with pytest.raises(DataError, match=message):
-        zero_shot(model, data, names, templates, model.tokenizer)
+        zero_shot(model, data, names, templates)
 
 
 def test_only_padding_raises() -> None:
     model, features = ToyModel(), coarse_features(np.random.default_rng(0), 2, DIM)
     with pytest.raises(DataError, match="at least one image"):
-        zero_shot(model, batches(features, np.array([0, 0]), np.array([-1, -1]), 2), ["a"], TEMPLATES, model.tokenizer)
+        zero_shot(model, batches(features, np.array([0, 0]), np.array([-1, -1]), 2), ["a"], TEMPLATES)
