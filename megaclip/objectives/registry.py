@@ -46,6 +46,9 @@ def load_objective(name: str | None, settings: Mapping[str, Any]) -> Objective |
             isinstance(f, Field) for f in objective.fields.values()
         ):
             raise ValueError(f"fields is {objective.fields!r}; write {{NAME: Field(KEY, shape=...)}}")
+        weights = objective.weights
+        if not isinstance(weights, Mapping) or not all(isinstance(w, int | float) for w in weights.values()):
+            raise ValueError(f"weights is {weights!r}; write {{NAME: FACTOR}} with numbers")
         return objective
     except ValidationError as error:
         raise config_error(error, lambda field: f"megaclip.objective_settings.{field}") from None

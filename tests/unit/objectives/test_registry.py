@@ -22,6 +22,7 @@ REFUSED = {
         "megaclip.objective own.py:Own: Own.__init__() got an unexpected keyword argument 'size'; change megaclip.",
     ),
     "fields": ("own.py:Names", {}, "own.py:Names: fields is {'x': 'json.x'}; write {NAME: Field(KEY, shape=...)}"),
+    "weights": ("own.py:Heavy", {}, "own.py:Heavy: weights is {'x': '1'}; write {NAME: FACTOR} with numbers"),
     "no super": ("own.py:Bare", {}, "own.py:Bare: its __init__ does not call super().__init__()"),
     "value": ("own.py:Own", {"weight": -1}, "megaclip.objective own.py:Own: weight is negative"),
     "teacher": ("distillation", {"teachers": [{"image": "a"}]}, "teachers.0: give image, text, dims and logit_scale"),
@@ -36,6 +37,7 @@ def test_objectives_are_refused_in_one_line(tmp_path, monkeypatch, case):
         "from megaclip.objectives import Objective\n\n\nclass Own(Objective):\n    def __init__(self, weight=1):\n"
         "        super().__init__()\n        if weight < 0:\n            raise ValueError('weight is negative')\n"
         "\n\nclass Names(Objective):\n    fields = {'x': 'json.x'}\n"
+        "\n\nclass Heavy(Objective):\n    weights = {'x': '1'}\n"
         "\n\nclass Bare(Objective):\n    def __init__(self):\n        self.weights = {}\n"
     )
     name, of_objective, message = REFUSED[case]
