@@ -579,7 +579,10 @@ def welch(base: list[float], values: list[float]) -> str:
 
 
 def draw(path: Path, found: dict[str, list[dict[str, Any]]], timed: list[dict[str, Any]]) -> None:
-    """Draw loss, zero-shot and retrieval against steps and seconds, mean and standard deviation over the seeds."""
+    """Draw loss, zero-shot and retrieval against steps, and against seconds if both trainers have a timed run.
+
+    Lines are means over the seeds, bands standard deviations.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -587,10 +590,11 @@ def draw(path: Path, found: dict[str, list[dict[str, Any]]], timed: list[dict[st
 
     speed = {own["trainer"]: own["mean_step_s"] for own in timed}
     quantities = ["loss", "zero_shot_top1", "retrieval_r5"]
-    figure, axes = plt.subplots(2, 3, figsize=(11, 5.6), sharey="col")
+    height = 2 if set(TRAINERS) <= set(speed) else 1
+    figure, axes = plt.subplots(height, 3, figsize=(11, 2.9 * height), sharey="col", squeeze=False)
     for trainer, colour in zip(TRAINERS, ("tab:orange", "tab:blue"), strict=True):
         results = found[trainer]
-        for row, scale in enumerate((1.0, speed.get(trainer, results[0]["mean_step_s"]))):
+        for row, scale in enumerate((1.0, speed.get(trainer, 1.0))[:height]):
             for column, quantity in enumerate(quantities):
                 steps = (
                     [at for at, *_ in results[0]["losses"]][3::4]
