@@ -35,14 +35,13 @@ _RETRIEVED = 5
 """Number of images in the example of a caption."""
 
 
-@dataclass(frozen=True)
-class RetrievalRanks:
-    """Ranks of this process's rows in their given order, int64; 0 is the best, -1 marks padding rows."""
+class RetrievalRanks(NamedTuple):
+    """Ranks of this process's rows that are not padding, in their given order, int64; 0 is the best."""
 
     image_to_text: torch.Tensor
-    """Rank of the best own caption of each image, (n,)."""
+    """Rank of the best own caption of each image."""
     text_to_image: torch.Tensor
-    """Rank of the own image of each caption, (m,)."""
+    """Rank of the own image of each caption."""
 
 
 def retrieval(
@@ -63,10 +62,9 @@ def retrieval(
         image_features, text_features, image_ids, text_image_ids, group=group, tile_budget_mib=tile_budget_mib
     )
     metrics = {}
-    for direction, local in (("i2t", ranks.image_to_text), ("t2i", ranks.text_to_image)):
-        kept = local[local >= 0]
-        hits = [(kept < k).sum() for k in RECALL_AT]
-        *totals, count = sum_over_ranks(torch.stack([*hits, kept.new_tensor(len(kept))]), group=group).tolist()
+    for direction, local in zip(("i2t", "t2i"), ranks, strict=True):
+        hits = [(local < k).sum() for k in RECALL_AT]
+        *totals, count = sum_over_ranks(torch.stack([*hits, local.new_tensor(len(local))]), group=group).tolist()
         for k, total in zip(RECALL_AT, totals, strict=True):
             metrics[f"retrieval_r{k}_{direction}"] = total / count
     return metrics
@@ -110,8 +108,7 @@ def retrieval_ranks(
             wrong = (images.ids[rows, None] != ids) & (ids != PADDING_ID)
             image_rank[rows] += ahead(similarities, image_best[rows, None], wrong).sum(dim=1)
             text_rank[place] += ahead(similarities, text_best[place], wrong).sum(dim=0)
-    text_rank = visits.own(sum_over_ranks(text_rank, group=group))
-    return RetrievalRanks(_with_padding(image_rank, image_ids), _with_padding(text_rank, text_image_ids))
+    return RetrievalRanks(image_rank, visits.own(sum_over_ranks(text_rank, group=group)))
 
 
 class _Rows(NamedTuple):
@@ -195,13 +192,6 @@ def _check_matching(image_ids: torch.Tensor, text_image_ids: torch.Tensor) -> No
         raise DataError(f"retrieval requires the image of every caption, got {missing} captions without an image")
     if missing := int((~torch.isin(image_ids, text_image_ids)).sum()):
         raise DataError(f"retrieval requires a caption for every image, got {missing} images without a caption")
-
-
-def _with_padding(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return the values of the real rows at their positions in `ids`, with PADDING_ID at padding rows."""
-    padded = torch.full_like(ids, PADDING_ID)
-    padded[ids != PADDING_ID] = values
-    return padded
 
 
 @dataclass(frozen=True)
