@@ -129,15 +129,17 @@ class Steps:
         return float(self._number)
 
 
-def measured_steps(compiling: list[set[int]], folder: Path) -> list[tuple[int, int, bool]]:
-    """Return, for each set of steps that compile, the numbers of steps and of measured ones, and if these are slow."""
+def measured_steps(compiling: list[set[int]], folder: Path, limit: float = 60) -> list[tuple[int, int, bool]]:
+    """Return, for each set of steps that compile, the numbers of steps and of measured ones, and if these are slow.
+
+    limit: seconds for the steps after the first one."""
     sys.path.insert(0, str(TOOLS))
     from bench_methods import Clock
     from bench_train import DEFAULT_CONFIG, Bench
 
     sizes = {"batch": 4, "micro_batch": 4, "text_micro_batch": None, "checkpointing": False, "compile": None}
     others = {"precision": "fp32", "deepspeed_config": None, "data_offload": None, "keep_graphs": None}
-    options = Namespace(model="x", steps=2, seconds=60, train_data=[], caption_lengths="full", **sizes, **others)
+    options = Namespace(model="x", steps=2, seconds=limit, train_data=[], caption_lengths="full", **sizes, **others)
     bench, found = Bench(options, {"default": DEFAULT_CONFIG}, folder), []
     for numbers in compiling:
         row = bench._describe("megaclip", bench._config(4))
@@ -151,6 +153,8 @@ def test_the_warm_up_and_steps_that_compile_are_not_measured(tmp_path: Path) -> 
     """If every step compiles, the last one is measured."""
     (found,) = run_ranks(measured_steps, 1, [{0}, {0, 1, 3}, set(range(9)), set()], tmp_path)
     assert found == [(4, 2, False), (5, 2, False), (6, 1, True), (4, 2, False)]
+    # Step 0 takes 0.3 s, which do not count, and so does step 1.
+    assert run_ranks(measured_steps, 1, [{0}], tmp_path, 0.5) == [[(2, 1, True)]]
 
 
 def test_open_clip_is_imported_from_a_source_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
