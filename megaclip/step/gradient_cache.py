@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from megaclip.cache.passes import ChunkSource, Outputs, Passes, Role, restored
 from megaclip.comm.collectives import average_over_ranks
 from megaclip.devices import upload
-from megaclip.errors import NonFiniteError
+from megaclip.errors import ConfigError, NonFiniteError
 from megaclip.models import DualEncoder
 from megaclip.step.batch import StepBatch, Tower
 from megaclip.step.layout import KeptGraphs, encodes_together, kept_graphs
@@ -184,6 +184,12 @@ class _TowerChunks:
             model.before_text = None  # evaluations do not reseed
         if with_graph:
             step.terms.add(outputs.features)
+        for role in step.cached.keys() - outputs.features.keys() if again else ():
+            if isinstance(role, Result) and step.towers[role] in self._towers:
+                raise ConfigError(
+                    f"megaclip.objective: the loss depends on {role.name!r}, which chunk_features returned the first "
+                    "time only; return it both times, or detach it in batch_terms"
+                )
         return outputs
 
     def store(self, chunk: int, outputs: Outputs) -> None:

@@ -5,9 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megaclip.data import ImageTransform
 from megaclip.errors import ConfigError
+from megaclip.models import build_model, load_model_config
 from megaclip.objectives import Objective
 from megaclip.step import objective_terms
+from megaclip.step.batch import DeviceFeed
+from megaclip.step.gradient_cache import RandomState, accumulate_gradients
+from tests.distributed.memory_batch import MemoryBatch, PlainEngine, cross_entropy
 
 
 class Margin(Objective):
@@ -50,3 +55,27 @@ def test_a_term_of_the_batch_with_a_parameter_is_refused():
     features = dict.fromkeys(objective_terms.Tower, torch.ones(2, 3))
     with pytest.raises(ConfigError, match=r"Head.batch_terms uses the parameter head\.(weight|bias), .*chunk_features"):
         terms.add_batch_terms(torch.tensor(5.0), features, [torch.ones(1)])
+
+
+class Once(Objective):
+    """Its features have a gradient, and are returned the first time only."""
+
+    def chunk_features(self, chunk):
+        return {} if chunk.images is None or chunk.is_repeated else {"once": chunk.image_features}
+
+    def batch_terms(self, batch):
+        return {"term": batch.features["once"].sum()}
+
+
+def test_features_whose_gradient_would_be_lost_are_refused():
+    model = build_model(load_model_config("demo-tiny"))
+    model.objective = Once()
+    model.objective.attach(model)
+    size, length = model.config.vision_cfg.image_size, model.config.text_cfg.context_length
+    transform = ImageTransform(size)
+    feed = DeviceFeed(torch.device("cpu"), torch.float32, transform.normalise)
+    pixels = torch.zeros(4, 3, size, size, dtype=torch.uint8).chunk(2)
+    batch = MemoryBatch(pixels, torch.ones(4, length, dtype=torch.int64), feed, text_chunks=2)
+    arguments = PlainEngine(model), cross_entropy, batch, torch.zeros(1), RandomState(seed=0, step=0, rank=0)
+    with pytest.raises(ConfigError, match="depends on 'once', which chunk_features returned the first time only"):
+        accumulate_gradients(*arguments, coalesce=False)
