@@ -21,13 +21,12 @@ def megaclip_loss_bytes(
     block_rows = sizes.batch * (world_size if exchange == "all_gather" else 1)
     tile = min(tile_budget_mib * MIB, sizes.feature_bytes * sizes.batch * block_rows)
     vectors = 12 * 4 * sizes.batch  # log-sum-exps, shifts, dots, positives and their sums
-    at_exchange = 0.0
     if world_size == 1:
         at_tiles = 2.0 * unit
     elif exchange == "ring" and reduction == "feature":
         blocks = min(2, world_size - 1) * features
         at_tiles = (2 + sizes.gradient_bytes / 2) * unit + blocks  # dx and dy; one sum is sent and one received
-        at_exchange = 5 * unit + blocks  # after the tile, the sum of both is sent before the buffers are freed
+        tile = max(tile, (3 - sizes.gradient_bytes / 2) * unit)  # later their sum is sent, before they are freed
     elif exchange == "ring":
         at_tiles = 2 * unit + 4 * features  # two pairs of blocks
     elif reduction == "feature":
@@ -39,4 +38,4 @@ def megaclip_loss_bytes(
     at_reduction = 0.0
     if sizes.gradient_bytes == 2 and gathered and reduction == "feature":  # all texts' gradients twice, and this rank's
         at_reduction = unit + world_size * (1.5 * unit + features) + 1.5 * unit
-    return max(at_tiles + tile, at_exchange, at_finish, at_reduction) + vectors
+    return max(at_tiles + tile, at_finish, at_reduction) + vectors

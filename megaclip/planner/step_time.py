@@ -149,6 +149,7 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
         host += hooks
         host_wait += max(0.0, hooks - first - second - last)
     readings = workload.image_readings if section.data_offload == "reread" else 1.0
+    on_disk = cluster.gpus_per_host * (plan_memory(workload, cluster).image_place.name == "disk")
     sizes = loss_sizes(workload)
     loss_operations = LOSS_COSTS[section.loss].products[section.reduction] * sizes.logits * sizes.embedding
     return StepTime(
@@ -160,7 +161,7 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
         parameters=parameter_traffic(workload) / cluster.slowest_link,
         tensor_parallel=tensor_traffic(workload) / cluster.tensor_link(workload.tensor_ranks),
         copies=workload.image_readings * store_bytes(workload) / rates.host_to_device if cluster.gpu_memory else 0.0,
-        disk=_disk_seconds(workload, cluster),
+        disk=on_disk * (1 + workload.image_readings) * store_bytes(workload) / rates.disk_write,
         decoding=readings * batch / (workload.loaded_per_core(rates.decoded) * cluster.loader_cores(workload.workers)),
         host=host,
         host_wait=host_wait,
@@ -173,13 +174,6 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
         decoding_hidden=workload.workers > 0,
         global_batch=workload.batch.global_batch,
     )
-
-
-def _disk_seconds(workload: Workload, cluster: Cluster) -> float:
-    """Return the seconds in which all ranks of a host write the step's images once and read them in every pass."""
-    if plan_memory(workload, cluster).image_place.name != "disk":
-        return 0.0
-    return (1 + workload.image_readings) * cluster.gpus_per_host * store_bytes(workload) / cluster.rates.disk_write
 
 
 def _host_seconds(workload: Workload, work: TowerWork) -> float:

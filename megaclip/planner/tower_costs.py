@@ -118,9 +118,8 @@ def tower_costs(
         on_host = costs.backward.block_inputs if checkpointing == "cpu" else 0.0
         graph, peak = with_checkpoints.graph - on_host, with_checkpoints.backward_peak - on_host
     elif compiled:
-        saved, again = (costs.recomputed, costs.largest_recomputed) if recomputes else (0.0, 0.0)
-        graph = costs.graph - costs.fused - saved
-        peak = costs.backward_peak - costs.fused - saved + again
+        graph = costs.graph - costs.fused - recomputes * costs.recomputed
+        peak = costs.backward_peak - costs.fused - recomputes * (costs.recomputed - costs.largest_recomputed)
     else:
         return costs
     return costs._replace(graph=graph, backward_peak=max(peak, costs.forward_peak) if unlocked_groups else peak)
