@@ -26,6 +26,8 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float64
     scale: float = 20.0
     tile_budget_mib: float = 128
+    exchange: str = "ring"
+    reduction: str = "feature"
 
 
 CASES = [
@@ -33,7 +35,9 @@ CASES = [
     Case(63, tile_budget_mib=0.02),
     Case(63, torch.float32, tile_budget_mib=0.02),
     Case(70, torch.bfloat16),
-    Case(65, scale=100.0, tile_budget_mib=0.05),
+    Case(65, scale=100.0, tile_budget_mib=0.05, exchange="all_gather"),
+    Case(7, exchange="ring", reduction="scalar"),
+    Case(7, exchange="all_gather", reduction="scalar"),
 ]
 
 
@@ -70,7 +74,8 @@ def evaluate(case: Case) -> Result:
     scale = torch.tensor([case.scale], dtype=torch.promote_types(case.dtype, torch.float32)).requires_grad_()
     x.requires_grad_(), y.requires_grad_()
     group = resolve()
-    loss = DistillationLoss(group=group, tile_budget_mib=case.tile_budget_mib)
+    settings = {"exchange": case.exchange, "reduction": case.reduction, "tile_budget_mib": case.tile_budget_mib}
+    loss = DistillationLoss(group=group, **settings)
     value = loss(x, y, scale, u, v, TEACHER_SCALE)
     (3 * value).backward()
     return Result(value.detach(), x.grad / ranks / 3, y.grad / ranks / 3, scale.grad / 3)
