@@ -89,8 +89,8 @@ def distributed_stats(
     `col_lse_j = log sum_{i != j} exp(col_scale_j*s_ij)` over all B rows.
 
     x, y: local features (b, D). Scales: one value per local row or column (b,), or a number that is equal on all ranks.
-    y_all: the result of `gather_columns`. ids: those of the local rows and columns, in ascending order; None
-    excludes positives only.
+    y_all: the result of `gather_columns`. ids: those of the local rows and columns, in ascending order; those of a
+    positive are equal. None excludes positives only.
     limits: those of the local rows and columns.
     """
     x, y = _as_sent(x, y, way)
@@ -99,11 +99,11 @@ def distributed_stats(
     if y_all is None:
         return _ring_stats(x, y, row_scale, values, way, own, positives)
     gathered = values.gathered(way)
-    offset = way.ranks.rank * len(x) if positives else None
+    offset = way.ranks.rank * len(x) if positives and ids is None else None  # equal ids include the positives
     parts = []
     for part in _runs(y_all, ids):
         col_scale, *others = (_part(value, part) for value in gathered)
-        options: dict[str, Any] = {"diagonal": _shifted(offset, part), "options": way.tiles, **_pairs(own, others)}
+        options: dict[str, Any] = {"diagonal": offset, "options": way.tiles, **_pairs(own, others)}
         parts.append(tile_stats(x, y_all[part], row_scale, col_scale, **options))
     rows, cols = zip(*parts, strict=True)
     return functools.reduce(torch.logaddexp, rows), reduce_scatter_log_sum_exp(_joined(cols), group=way.ranks)
@@ -188,17 +188,15 @@ def _gradients(
     rows, cols = _PerSample((*row, row_ids, row_limits)), _PerSample((*col, col_ids, col_limits))
 
     def run(x: Tensor, y: Tensor, row: Sequence[Any], col: Sequence[Any], **options: Any) -> _Gradients:
-        if not positives:
+        if not positives or ids is not None:
             options["diagonal"] = None
         return tile(x, y, row[:-2], col[:-2], **_pairs(row[-2:], col[-2:]), **options)
 
-    def by_runs(
-        x: Tensor, y: Tensor, row: Sequence[Any], col: Sequence[Any], *, diagonal: int | None, **options: Any
-    ) -> _Gradients:
+    def by_runs(x: Tensor, y: Tensor, row: Sequence[Any], col: Sequence[Any], **options: Any) -> _Gradients:
         dx, row_sums, parts = None, None, []
         for part in _runs(y, ids):
-            values, place = [_part(value, part) for value in col], _shifted(diagonal, part)
-            dx, dy, more_rows, col_sums = run(x, y[part], row, values, diagonal=place, add_to=(dx, None), **options)
+            values = [_part(value, part) for value in col]
+            dx, dy, more_rows, col_sums = run(x, y[part], row, values, add_to=(dx, None), **options)
             row_sums = _merge_sums(row_sums, more_rows)
             parts.append((dy, *col_sums))
         dy, *sums = (_joined(pieces) for pieces in zip(*parts, strict=True))
@@ -218,11 +216,6 @@ def _runs(columns: Tensor, ids: Ids | None) -> list[slice]:
 
 def _part(value: Any, part: slice) -> Any:
     return value[part] if _is_vector(value) else value
-
-
-def _shifted(diagonal: int | None, part: slice) -> int | None:
-    """Return the diagonal of a part of the columns."""
-    return None if diagonal is None else diagonal - part.start
 
 
 def _joined(pieces: tuple[Any, ...]) -> Any:
@@ -250,7 +243,7 @@ def _ring_stats(
     col_lse = Carried(_merge_log_sum_exp, group=way.ranks)
     for owner, (y_block, *moved) in circulate((y, *values.vectors), **_transfer(way)):
         col_scale, *others = values.joined(moved)
-        diagonal = 0 if positives and owner == way.ranks.rank else None
+        diagonal = 0 if positives and own[0] is None and owner == way.ranks.rank else None
         options: dict[str, Any] = {"diagonal": diagonal, "options": way.tiles, **_pairs(own, others)}
         row_part, col_part = tile_stats(x, y_block, row_scale, col_scale, **options)
         row_lse = row_part if row_lse is None else torch.logaddexp(row_lse, row_part)
