@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing, in all methods")
     parser.add_argument("--keep-graphs", help='megaclip.keep_graphs: a number of graphs or "auto" (the default)')
     parser.add_argument(
-        "--compile", choices=["true", "false", "auto"], help="megaclip.compile: torch.compile of the towers"
+        "--compile", choices=["true", "false", "auto", "measure"], help="megaclip.compile: torch.compile of the towers"
     )
     parser.add_argument(
         "--open-clip-source", type=Path, help="open_clip checkout to measure instead of the installed package"
@@ -373,7 +373,7 @@ class Bench:
         if self.options.text_micro_batch:
             section["text_micro_batch_size"] = self.options.text_micro_batch
         if self.options.compile:
-            section["compile"] = {"true": True, "false": False}.get(self.options.compile, "auto")
+            section["compile"] = {"true": True, "false": False}.get(self.options.compile, self.options.compile)
         if self.options.data_offload:
             section["data_offload"] = self.options.data_offload
         if keep := self.options.keep_graphs:

@@ -131,11 +131,12 @@ class MegaclipSection(LossSettings):
     the text tower's features do not depend on the padding: attention is causal and "pool_type" is "argmax" or "eos".
     `true` refuses other towers. Evaluations cut captions too, without sorting them (docs/huge_batches.md)."""
 
-    compile: Literal[True, False, "auto"] = "auto"
+    compile: Literal[True, False, "auto", "measure"] = "auto"
     """Run the towers through torch.compile. The image tower is compiled as a whole, or block by block if activations,
     parameters or gradients are handled block by block. The text tower is compiled block by block. "auto" compiles on
-    GPUs, if MegaCLIP's own towers run and compilation saves more time over the run than it takes. `true` requires
-    layer_norm "torch" and no tensor parallelism."""
+    GPUs, if MegaCLIP's own towers run and compilation saves more time over the run than it takes. "measure" is for all
+    towers: if the run is long enough, a chunk runs as plain PyTorch and compiled before it, and the faster way is used.
+    `true` requires layer_norm "torch" and no tensor parallelism."""
 
     selective_recompute: Literal[True, False, "auto"] = "auto"
     """In compiled towers, compute layer norms and activation functions again in the backward pass instead of keeping

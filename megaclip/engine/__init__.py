@@ -16,7 +16,8 @@ A run starts (`run.train`):
 - `process_group`: joins the ranks that the launcher has started, except those that the batch cannot use.
   `equal_inputs` then compares their inputs.
 - `preflight`: compares the planned memory of the run with the free memory, and refuses a run that does not fit. It also
-  decides where images and embeddings are kept, and how many graphs.
+  decides where images and embeddings are kept, and how many graphs. `compile_trial` measures whether torch.compile
+  makes the towers faster, for `megaclip.compile` "measure".
 - `run_folder`: creates the run's folder, locks it for this run, and writes its settings and its summary.
 - `schedule`: the number of steps, when to save and evaluate, and the learning rate of each step.
 - `trainer`: builds the engine (`megaclip.zero.build`), opens the training data, evaluates, and takes optimizer steps:

@@ -26,6 +26,7 @@ from megaclip.comm.groups import by_node, ranks_of_this_node, resolve
 from megaclip.comm.machine import machine_of
 from megaclip.config import MegaclipSection, TrainArguments
 from megaclip.data import PairDataset, bytes_to_come
+from megaclip.engine.compile_trial import compiled_is_faster
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.schedule import RunLength
 from megaclip.errors import ConfigError
@@ -78,13 +79,18 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
     if chooses_way:
         device = torch.device(get_accelerator().current_device_name())
         cluster = replace(cluster, measured=machine_of(by_node(resolve(None)), device))
+    measured = ""
+    if requested.megaclip.compile == "measure" and compile_estimate(requested, cluster).pays:
+        device = torch.device(get_accelerator().current_device_name())
+        compiles, measured = compiled_is_faster(requested, device)
+        requested = requested.with_megaclip(compile=compiles)
     plan, workload = _agree(requested, cluster)
     reason = _reason_for_graphs(plan, requested.megaclip.keep_graphs, cluster)
     logger.info("%s: %s", graphs_text(plan.workload), reason)
     if chooses_way:
         logger.info("%s", _way_text(plan.workload, requested.megaclip, cluster))
     _log_places(plan, workload, cluster, folder)
-    _log_compilation(plan, workload, cluster)
+    _log_compilation(plan, workload, cluster, measured)
     if arguments.no_plan:
         return plan
     with raise_on_all_ranks():
@@ -206,16 +212,20 @@ def _log_places(plan: MemoryPlan, workload: Workload, cluster: Cluster, folder: 
     logger.info("embeddings and their gradients are kept %s", where)
 
 
-def _log_compilation(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> None:
-    """Log whether torch.compile runs the towers, with the estimate that "auto" depends on."""
+def _log_compilation(plan: MemoryPlan, workload: Workload, cluster: Cluster, measured: str) -> None:
+    """Log whether torch.compile runs the towers, with the estimate or the measurement that "auto" depends on."""
     setting = workload.megaclip.compile
     estimate = compile_estimate(workload, cluster)
     if isinstance(workload.model, OpenClipConfig):
-        default = "" if setting != "auto" else "; megaclip.compile true compiles open_clip's modules"
-        reason = f"megaclip.compile is {json.dumps(setting)}{default}"
         logger.info("plan: the workspaces of convolution kernels are not planned")
-    elif setting != "auto" or not cluster.gpu_memory:
-        reason = f"megaclip.compile is {json.dumps(setting)}" + (" and training runs on the CPU" * (setting == "auto"))
+    if measured:
+        reason = measured
+    elif isinstance(setting, bool):
+        reason = f"megaclip.compile is {json.dumps(setting)}"
+    elif not cluster.gpu_memory:
+        reason = f"megaclip.compile is {json.dumps(setting)} and training runs on the CPU"
+    elif setting == "auto" and isinstance(workload.model, OpenClipConfig):
+        reason = 'megaclip.compile is "auto"; "measure" or true compiles open_clip\'s modules'
     elif not estimate.pays and estimate.saved > estimate.startup:
         reason = "it cannot be used with tensor parallelism or apex's layer norm"
     else:

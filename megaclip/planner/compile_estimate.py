@@ -30,11 +30,10 @@ def compile_estimate(workload: Workload, cluster: Cluster) -> CompileEstimate:
     """Return the seconds that torch.compile saves and takes, and whether the run uses it.
 
     The saved time counts one forward and one backward pass of each trained tower, not the second forward passes of the
-    gradient cache.
+    gradient cache. For open_clip's modules it is a guess, so "auto" does not compile them. A run with "measure" does if
+    `engine.compile_trial` shows that they are faster.
     """
     section = workload.megaclip
-    if isinstance(workload.model, OpenClipConfig):  # the saved time is not known for its many kinds of towers
-        return CompileEstimate(0.0, 0.0, section.compile is True)
     plain, compiled = (tower_work(workload.with_megaclip(compile=setting)) for setting in (False, True))
     step = 0.0
     for slow_tower, fast_tower in zip(plain, compiled, strict=True):
@@ -43,15 +42,19 @@ def compile_estimate(workload: Workload, cluster: Cluster) -> CompileEstimate:
             again = slow.recomputed - fast.recomputed if workload.checkpointing else 0.0
             step += workload.local_batch * (slow.forward - fast.forward + slow.backward - fast.backward + again)
     saved = math.inf if workload.steps is None else workload.steps * step
-    model, image, text = workload.model, COMPILE_BLOCKS_SECONDS, _text_shapes(workload) * COMPILE_BLOCKS_SECONDS
+    image, text = COMPILE_BLOCKS_SECONDS, _text_shapes(workload) * COMPILE_BLOCKS_SECONDS
     if workload.compiles_image_tower:
-        image = model.vision_cfg.layers * COMPILE_LAYER_SECONDS
-        if not is_cut_exact(model.text_cfg):  # then the text tower is compiled as a whole too
-            text = model.text_cfg.layers * COMPILE_LAYER_SECONDS
+        layers = [tower.costs.forward.layers for tower in plain]
+        image = layers[0] * COMPILE_LAYER_SECONDS
+        if not is_cut_exact(workload.model.text_cfg):  # then the text tower is compiled as a whole too
+            text = layers[1] * COMPILE_LAYER_SECONDS
     startup = text + image
-    if section.compile != "auto":
+    if isinstance(section.compile, bool):
         return CompileEstimate(saved, startup, section.compile)
-    possible = cluster.gpu_memory > 0 and section.tensor_parallel_size == 1 and section.layer_norm == "torch"
+    possible = section.compile == "measure" or not isinstance(workload.model, OpenClipConfig)
+    possible = (
+        possible and cluster.gpu_memory > 0 and section.tensor_parallel_size == 1 and section.layer_norm == "torch"
+    )
     possible = possible and not (section.lora is not None and section.lora.dora)
     return CompileEstimate(saved, startup, possible and saved > startup)
 

@@ -94,6 +94,33 @@ def test_recomputation_without_compiled_towers_is_refused(start, tmp_path: Path)
             start("139GiB", *flags)
 
 
+def test_compilation_is_measured_for_long_runs_on_request(
+    start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[bool] = []
+
+    def trial(workload: Any, device: Any) -> tuple[bool, str]:
+        measured.append(not measured)
+        return measured[-1], "the figures"
+
+    def compilation(*flags: str) -> str:
+        return [line for line in start("139GiB", *flags) if "torch.compile" in line][-1]
+
+    monkeypatch.setattr(preflight, "compiled_is_faster", trial)
+    start.inputs.model_config = load_model_config("RN50")
+    assert compilation("--epochs", "9999").startswith(
+        'info torch.compile: off: megaclip.compile is "auto"; "measure" or'
+    )
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "megaclip": {"compile": "measure"}}))
+    start.inputs.config = load_training_config(path)
+    assert compilation().startswith("info torch.compile: off: 78 steps of compiled towers save about ")
+    assert measured == []
+    assert compilation("--epochs", "9999") == "info torch.compile: on: the figures"
+    assert compilation("--epochs", "9999") == "info torch.compile: off: the figures"
+    assert measured == [True, False]
+
+
 def test_the_error_of_a_run_that_cannot_fit_names_the_settings_to_change(start) -> None:
     with pytest.raises(ConfigError) as refused:
         start("40GiB")
