@@ -131,6 +131,11 @@ class DualEncoder(nn.Module, abc.ABC):
             more = self.objective.more_images(images)  # type: ignore[operator]
         if more is None:
             return self._encode(self.visual, images), None
+        if more.shape[1:] != images.shape[1:]:
+            raise ConfigError(
+                f"{type(self.objective).__name__}.more_images returned images of shape {tuple(more.shape)}; return "
+                f"(k, {', '.join(map(str, images.shape[1:]))})"
+            )
         features = self._encode(self.visual, torch.cat([images, more]))
         return features[: len(images)], features[len(images) :]
 

@@ -17,7 +17,7 @@ The order of a step:
 Shapes: m samples of a chunk, b samples of this rank in a step, L tokens, D embedding.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +26,14 @@ from torch import Tensor, nn
 
 from megaclip.data.fields import Field
 from megaclip.errors import ConfigError
+from megaclip.logging import get_logger, log_once
 
 if TYPE_CHECKING:
     from megaclip.checkpoint.model_card import ModelCard
     from megaclip.data import ImageTransform, Tokenizer
     from megaclip.models import DualEncoder
 
+logger = get_logger(__name__)
 
 CONTRASTIVE = "contrastive"
 """Name of the contrastive loss among the terms."""
@@ -105,6 +107,9 @@ class Objective(nn.Module):
 
     model: "DualEncoder"
     """The model, from `attach` on. It is not a submodule."""
+    term_names: list[str] | None = None
+    """Names of all terms, from the first step on."""
+    _graph_is_checked = False
 
     def prepare(self, transform: "ImageTransform", tokenizer: "Tokenizer") -> Sequence["ModelCard"]:
         """Read and check what the settings name. It is called before there is a model; raise ConfigError.
@@ -135,7 +140,7 @@ class Objective(nn.Module):
 
     def chunk_terms(self, chunk: Chunk) -> dict[str, Tensor]:
         """Return sums over the samples of a chunk by name, () each. A term is their sum over all chunks and ranks,
-        divided by the samples of the batch, or by `counts`.
+        divided by the samples of the batch, or by `counts`. Each rank must return the same names.
 
         A tower that is not trained has no pass with gradients, and its terms are left out.
         """
@@ -193,7 +198,26 @@ class Objective(nn.Module):
                     f"one row for each of the {rows} samples, under a name that is no term's"
                 )
         check_terms(f"{type(self).__name__}.chunk_terms", terms)
+        if torch.is_grad_enabled():
+            self._check_graph(features, terms)
         return features | terms
+
+    def _check_graph(self, features: dict[str, Tensor], terms: dict[str, Tensor]) -> None:
+        """Raise ConfigError for a weighted term without gradients; warn once of parameters that nothing uses."""
+        for name, term in terms.items():
+            if not term.requires_grad and self.weights.get(name, 1):
+                raise ConfigError(
+                    f"{type(self).__name__}.chunk_terms returned {name!r} without gradients, so it trains nothing; "
+                    "compute it without detach(), or give it the weight 0"
+                )
+        if not self._graph_is_checked:
+            self._graph_is_checked = True
+            used = set(map(id, leaves((features | terms).values())))
+            for name, parameter in self.named_parameters():
+                if parameter.requires_grad and id(parameter) not in used:
+                    log_once(
+                        logger.warning, f"megaclip.objective: nothing uses its parameter {name}; it is not trained"
+                    )
 
 
 def check_terms(method: str, terms: Any) -> None:
@@ -204,6 +228,19 @@ def check_terms(method: str, terms: Any) -> None:
         if not isinstance(term, Tensor) or term.ndim or name == CONTRASTIVE:
             found = f"shape {tuple(term.shape)}" if isinstance(term, Tensor) else f"type {type(term).__name__}"
             raise ConfigError(
-                f"{method} returned {name!r} of {found}; return a sum or mean, a tensor of shape (), under a name "
-                f"other than {CONTRASTIVE!r}"
+                f"{method} returned {name!r} of {found}; return a tensor of shape (), under a name other than "
+                f"{CONTRASTIVE!r}"
             )
+
+
+def leaves(results: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the tensors that the graphs of the results start from."""
+    nodes: list[Any] = [result.grad_fn for result in results]
+    seen = set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                yield node.variable
+            nodes += [following for following, _ in node.next_functions]

@@ -54,7 +54,7 @@ def load_objective(name: str | None, settings: Mapping[str, Any]) -> Objective |
         raise config_error(error, lambda field: f"megaclip.objective_settings.{field}") from None
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"megaclip.objective {name}: {first_line(error)}; change megaclip.objective_settings"
+            f"megaclip.objective {name}: {first_line(error)}; change the class or megaclip.objective_settings"
         ) from error
 
 

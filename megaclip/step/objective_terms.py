@@ -8,20 +8,20 @@ Shapes: b rows of this rank.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megaclip.cache.passes import Role
-from megaclip.comm.collectives import sum_over_ranks
+from megaclip.comm.collectives import gather_objects, sum_over_ranks
 from megaclip.comm.groups import resolve
 from megaclip.devices import upload
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger, log_once
 from megaclip.objectives import Objective, WholeBatch
-from megaclip.objectives.base import CONTRASTIVE, check_terms
+from megaclip.objectives.base import CONTRASTIVE, check_terms, leaves
 from megaclip.step.batch import StepBatch, Tower
 
 logger = get_logger(__name__)
@@ -116,7 +116,7 @@ class StepTerms:
         own = self._objective.batch_terms(whole)
         check_terms(f"{type(self._objective).__name__}.batch_terms", own)
         for name, parameter in self._objective.named_parameters():
-            if any(leaf is parameter for leaf in _leaves(own.values())):
+            if any(leaf is parameter for leaf in leaves(own.values())):
                 raise ConfigError(
                     f"{type(self._objective).__name__}.batch_terms uses the parameter {name}, which would not be "
                     "trained; use it in chunk_features or chunk_terms"
@@ -139,6 +139,7 @@ class StepTerms:
         if twice := own.keys() & self._values.keys():
             raise ConfigError(f"the term {min(twice)!r} is one of chunks and of the batch; give it two names")
         own |= self._values
+        self._check_names(sorted(own))
         means = sum_over_ranks(torch.stack([own[name].to(contrastive.dtype) for name in sorted(own)])) / resolve().size
         found = dict(zip(sorted(own), means.unbind(), strict=True)) | {CONTRASTIVE: contrastive}
         if found.keys() == {CONTRASTIVE}:
@@ -149,15 +150,16 @@ class StepTerms:
             values.update(found)
         return sum((self.weight(name) * value for name, value in found.items()), contrastive.new_zeros(()))
 
-
-def _leaves(results: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors that the graphs of the results start from."""
-    nodes: list[Any] = [result.grad_fn for result in results]
-    seen = set[Any]()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if hasattr(node, "variable"):
-                yield node.variable
-            nodes += [following for following, _ in node.next_functions]
+    def _check_names(self, names: list[str]) -> None:
+        """Raise ConfigError if a rank or a later step has other terms: ranks add up their terms by position."""
+        assert self._objective is not None
+        known = self._objective.term_names
+        found = gather_objects(names) if known is None else [known, names]
+        self._objective.term_names = found[0]
+        for other in found:
+            if other != found[0]:
+                raise ConfigError(
+                    f"{type(self._objective).__name__} returned the terms {', '.join(found[0]) or 'none'} on one rank "
+                    f"or in one step, and {', '.join(other) or 'none'} in another; return the same in each, such as "
+                    "0 * chunk.image_features.sum() where there is nothing to add"
+                )

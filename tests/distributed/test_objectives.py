@@ -16,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaclip.errors import ConfigError
 from megaclip.models import build_model
 from megaclip.objectives import Chunk, Objective, WholeBatch
 from megaclip.objectives.distillation import Distillation
 from megaclip.step.batch import StepBatch
+from megaclip.step.objective_terms import StepTerms
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import Case, OracleTraining, Outcome
 from tests.distributed.harness import or_traceback, run_ranks
@@ -262,3 +264,19 @@ def test_terms_equal_one_process_on_the_whole_batch(trained, ranks, name):
         expected = training.train(training.features, lambda *values: oracle(*values, case, training.model))
     for rank, outcome in enumerate(trained[ranks]):
         assert exceeded(comparisons(outcome[name], expected).values()) == [], f"rank {rank}"
+
+
+def check_names(second_step: list[str]) -> str:
+    terms = StepTerms(TwoKinds(), None, torch.device("cpu"))
+    try:
+        terms._check_names(["a", "b"] if dist.get_rank() == 0 or second_step else ["a"])
+        terms._check_names(second_step)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("second_step", [[], ["b"]])
+def test_other_terms_on_another_rank_or_in_another_step_are_refused_on_all_ranks(second_step):
+    for message in run_ranks(check_names, 2, second_step):
+        assert f"the terms a, b on one rank or in one step, and {'b' if second_step else 'a'} in another" in message

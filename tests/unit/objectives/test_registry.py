@@ -19,7 +19,7 @@ REFUSED = {
     "setting": (
         "own.py:Own",
         {"size": 3},
-        "megaclip.objective own.py:Own: Own.__init__() got an unexpected keyword argument 'size'; change megaclip.",
+        "megaclip.objective own.py:Own: Own.__init__() got an unexpected keyword argument 'size'; change the class",
     ),
     "fields": ("own.py:Names", {}, "own.py:Names: fields is {'x': 'json.x'}; write {NAME: Field(KEY, shape=...)}"),
     "weights": ("own.py:Heavy", {}, "own.py:Heavy: weights is {'x': '1'}; write {NAME: FACTOR} with numbers"),
