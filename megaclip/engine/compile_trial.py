@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megaclip.comm.collectives import gather_objects
 from megaclip.comm.machine import seconds
-from megaclip.errors import ConfigError, first_line
+from megaclip.errors import first_line
 from megaclip.models import DualEncoder, build_model
 from megaclip.models.compilation import report_compilation
 from megaclip.planner import Workload
@@ -29,11 +29,11 @@ the noise of a measurement rarely changes the decision when a run is resumed."""
 def compiled_is_faster(workload: Workload, device: torch.device) -> tuple[bool, str]:
     """Return whether a run should compile its towers, and the reason. Every rank calls it; the answers are equal.
 
-    A failed compilation, or too little memory for the copy, is a reason not to compile.
+    A failed measurement, such as a failed compilation or too little memory for the copy, is a reason not to compile.
     """
     try:
         own: tuple[float, float] | str = _measured(workload, device)
-    except (ConfigError, torch.OutOfMemoryError) as error:
+    except Exception as error:  # also those of compilers, which compile backward passes and kernels when they first run
         own = first_line(error)
     gc.collect()
     if device.type == "cuda":

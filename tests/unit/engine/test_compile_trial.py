@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
+from torch._functorch.aot_autograd import make_boxed_func
 
 from megaclip.engine import compile_trial
 from megaclip.engine.compile_trial import compiled_is_faster
@@ -60,10 +62,24 @@ def test_the_slowest_rank_decides(
     assert compiles is expected and reason.endswith("no memory") == (other_rank == "no memory")
 
 
-def test_a_failed_compilation_leaves_the_towers_plain(job: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> None:
-        raise OSError("no C compiler")
+def _broken(*_: Any) -> Any:
+    raise OSError("no C compiler")
 
-    monkeypatch.setattr(compilation, "BACKEND", broken)
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        _broken,
+        aot_autograd(
+            fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=_broken
+        ),  # compiled at the first backward pass
+        lambda graph, inputs: _broken,  # a kernel that cannot be launched
+    ],
+    ids=["forward", "backward", "launch"],
+)
+def test_a_failed_compilation_leaves_the_towers_plain(
+    backend: Any, job: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilation, "BACKEND", backend)
     compiles, reason = compiled_is_faster(job, CPU)
     assert not compiles and reason.startswith("the gain could not be measured: ") and "no C compiler" in reason
