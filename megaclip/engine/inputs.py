@@ -42,6 +42,9 @@ from megaclip.planner.text_chunks import fitted
 
 logger = get_logger(__name__)
 
+_TYPICAL_CAPTIONS = ("a photo of a cat", "A Photo of a Cat", "it's  2 cats_and -dogs, (naïve)\n", "")
+"""Captions for which two tokenizers with one vocabulary must return equal ids."""
+
 # Model settings that change the features, but not the shape of any parameter: loading weights cannot detect them.
 _SETTINGS_WITHOUT_SHAPE = {
     "vision_cfg": ("head_width", "pool_type", "final_ln_after_pool", "act_kwargs", "norm_kwargs", "timm_model_kwargs"),
@@ -189,7 +192,8 @@ def chosen_objective(
 
 def _check_tokenizer_of(card: ModelCard, tokenizer: Tokenizer, length: int) -> None:
     """Raise ConfigError unless the model of `card` can read the run's tokens, of which captions have up to `length`."""
-    own = choose_tokenizer(None, card, card.config).tokenizer
+    same_length = card.config.replace(text_cfg={"context_length": tokenizer.context_length})
+    own = choose_tokenizer(None, card, same_length).tokenizer
     positions = card.config.text_cfg.context_length
     if own.identity != tokenizer.identity or positions < length:
         raise ConfigError(
@@ -197,6 +201,14 @@ def _check_tokenizer_of(card: ModelCard, tokenizer: Tokenizer, length: int) -> N
             f"{own.identity}, for up to {positions} tokens, and that of the run is {tokenizer.identity}, for {length}; "
             "use its tokenizer as --tokenizer, and at most its text_cfg.context_length; or store its features"
         )
+    # Tokenizers with one vocabulary may differ in letter case, white space, special tokens and padding.
+    for caption in _TYPICAL_CAPTIONS:
+        if not torch.equal(*(each([caption]) for each in (own, tokenizer))):
+            raise ConfigError(
+                f"megaclip.objective gives the run's tokens to the model in {card.directory}: its tokenizer has the "
+                f"vocabulary of the run's, but other ids for the caption {caption!r}; use its tokenizer as "
+                "--tokenizer, or store its features"
+            )
 
 
 def model_preprocessing(model: str, tokenizer: str | None) -> tuple[Tokenizer, dict[str, Any]]:

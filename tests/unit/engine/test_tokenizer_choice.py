@@ -15,6 +15,8 @@ from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, ModelCard, read_mo
 from megaclip.checkpoint.open_clip_weights import write_weights
 from megaclip.checkpoint.verify import verify
 from megaclip.data.sentencepiece_training import train_sentencepiece
+from megaclip.data.tokenizers import load_tokenizer
+from megaclip.engine.inputs import _check_tokenizer_of
 from megaclip.engine.tokenizer_choice import TokenizerChoice, choose_tokenizer
 from megaclip.errors import ConfigError
 from megaclip.models import ModelConfig, ModelDescription, build_model, load_model_config
@@ -234,3 +236,24 @@ def test_options_of_the_descriptions_own_tokenizer_are_used_and_exported(directo
 def test_a_card_supplies_the_options_of_its_tokenizer(directory: str, tmp_path: Path) -> None:
     card = written_card(directory, tmp_path / "card", pool_type="eos", eos_id=4, tokenizer_kwargs=CANONICAL)
     assert fitted(None, described(), card).text_cfg.tokenizer_kwargs == CANONICAL
+
+
+@pytest.mark.parametrize(
+    "change", [{"normalizer": {"type": "Lowercase"}}, {"post_processor": None}, {"pad_token": "[UNK]"}], ids=str
+)
+def test_a_live_teacher_with_another_tokenizer_of_the_same_vocabulary_is_refused(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    """The identities name only the vocabulary, so they are equal."""
+    teacher, copy = tmp_path / "teacher", tmp_path / "copy"
+    write_tokenizer(teacher, (*SPECIAL, *WORDS))
+    text = {"hf_tokenizer_name": "own", "vocab_size": len((*SPECIAL, *WORDS))}
+    write_model_card(teacher, load_model_config("demo-tiny").replace(text_cfg=text), OPENAI_PREPROCESS)
+    card = read_model_card(teacher)
+    shutil.copytree(teacher, copy)
+    _check_tokenizer_of(card, load_tokenizer(str(copy), 9), 9)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        content = json.loads((copy / name).read_text())
+        (copy / name).write_text(json.dumps(content | {key: value for key, value in change.items() if key in content}))
+    with pytest.raises(ConfigError, match=r"other ids for the caption '.*'; use its tokenizer as --tokenizer"):
+        _check_tokenizer_of(card, load_tokenizer(str(copy), 9), 9)
