@@ -80,10 +80,15 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
         device = torch.device(get_accelerator().current_device_name())
         cluster = replace(cluster, measured=machine_of(by_node(resolve(None)), device))
     measured = ""
-    if requested.megaclip.compile == "measure" and compile_estimate(requested, cluster).pays:
-        device = torch.device(get_accelerator().current_device_name())
-        compiles, measured = compiled_is_faster(requested, device)
-        requested = requested.with_megaclip(compile=compiles)
+    if requested.megaclip.compile == "measure":
+        pays, compiles = compile_estimate(requested, cluster).pays, False
+        if _least(pays):  # estimates of ranks with different GPUs may differ
+            device = torch.device(get_accelerator().current_device_name())
+            compiles, measured = compiled_is_faster(requested, device)
+        elif pays:
+            measured = "the compilation takes longer than it saves on the GPU of another rank"
+        if measured:
+            requested = requested.with_megaclip(compile=compiles)
     plan, workload = _agree(requested, cluster)
     reason = _reason_for_graphs(plan, requested.megaclip.keep_graphs, cluster)
     logger.info("%s: %s", graphs_text(plan.workload), reason)
