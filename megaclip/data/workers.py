@@ -235,12 +235,23 @@ def _work(function: Callable[[Any], Any], connection: Connection, parent: int, r
 
 
 def _answer(function: Callable[[Any], Any], item: Any) -> bytes:
-    """Return the pickled result, and the exception that the function raised or None."""
-    answer: tuple[Any, Any]
+    """Return the pickled result, and the exception that the function raised or None.
+
+    A RuntimeError replaces an exception that cannot be pickled, and one that is no Exception, such as a Rust panic.
+    """
     try:
-        answer = function(item), None
-    except Exception as error:
-        answer = None, ExceptionWithTraceback(error, error.__traceback__)
+        return _pickled((function(item), None))
+    except BaseException as error:
+        stack = error.__traceback__
+        for raised in (error, RuntimeError(f"{type(error).__name__}: {first_line(error)}")):
+            with contextlib.suppress(Exception):
+                content = _pickled((None, ExceptionWithTraceback(raised, stack)))
+                if isinstance(pickle.loads(content)[1], Exception):  # it may fail for an exception's own arguments
+                    return content
+        raise
+
+
+def _pickled(answer: tuple[Any, Any]) -> bytes:
     content = io.BytesIO()
     _Pickler(content, pickle.HIGHEST_PROTOCOL).dump(answer)
     return content.getvalue()
@@ -250,7 +261,10 @@ class _Pickler(pickle.Pickler):
     """Pickle tensors as arrays, which takes a tenth of the time of a tensor's own way."""
 
     def reducer_override(self, value: Any) -> Any:
-        return (torch.from_numpy, (value.numpy(),)) if isinstance(value, torch.Tensor) else NotImplemented
+        if isinstance(value, torch.Tensor):
+            with contextlib.suppress(TypeError):  # NumPy has no bfloat16
+                return torch.from_numpy, (value.numpy(),)
+        return NotImplemented
 
 
 def _send(connection: Connection, answers: queue.SimpleQueue[bytes]) -> None:

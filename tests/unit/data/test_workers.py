@@ -217,6 +217,54 @@ def test_a_killed_worker_of_a_loader_is_named_with_sample_and_shard(pairs, monke
         next(loader)
 
 
+def test_a_tensor_of_a_dtype_that_numpy_lacks_is_a_result():
+    """A field of the samples may be bfloat16."""
+    (result,) = WorkerResults(
+        lambda item: {"vector": torch.full((2, 3), item, dtype=torch.bfloat16)}, [7], num_workers=1
+    )
+    assert torch.equal(result["vector"], torch.full((2, 3), 7, dtype=torch.bfloat16))
+
+
+class OfTwoArguments(Exception):
+    """Exception that pickle cannot construct again, such as urllib.error.HTTPError."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+class Panic(BaseException):
+    """Exception of a Rust library."""
+
+
+def with_a_lock() -> Exception:
+    error = ValueError("no bytes")
+    error.lock = threading.Lock()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OfTwoArguments("no", "shard"), "OfTwoArguments: no shard"),
+        (Panic("no token"), "Panic: no token"),
+        (with_a_lock(), "ValueError: no bytes"),
+        (None, "cannot pickle '_thread.lock' object"),  # a result
+    ],
+)
+def test_exceptions_and_results_that_cannot_be_pickled_are_errors_with_their_text(error, message):
+    def read(item: int) -> Any:
+        if error is not None and item == 1:
+            raise error
+        return threading.Lock() if item == 1 else item
+
+    results = WorkerResults(read, range(4), num_workers=1)
+    assert next(results) == 0
+    with pytest.raises(Exception, match=message) as caught:
+        next(results)
+    assert not isinstance(caught.value, DataError) and "in _answer" in str(caught.value.__cause__)
+    assert list(results) == [2, 3]
+
+
 def kill_a_worker_at_random(trial: int) -> str:
     """Return the type of the exception that ends the reading when a worker is killed at a random time."""
     generator = random.Random(trial)
