@@ -51,6 +51,8 @@ NAME = "data_worker"
 _STACK_SIGNAL = signal.SIGUSR2
 _STACKS_WAIT_S = 1.0
 """Seconds within which a worker must write its stacks."""
+_DEATH_CHECK_S = 1.0
+"""Seconds between two checks that a worker is alive, while its result is waited for."""
 _DEATH_WAIT_S = 1.0
 """Seconds to wait for the exit code of a worker whose connection has ended."""
 _KILL_WAIT_S = 5.0
@@ -171,8 +173,7 @@ class WorkerResults:
             raise StopIteration
         worker = self._turns.popleft()
         try:
-            if not self._connections[worker].poll(self._timeout_s):
-                raise TimeoutError(f"no result within {self._timeout_s:g} s")
+            self._wait_for_result(worker)
             result, raised = pickle.loads(self._connections[worker].recv_bytes())
         except Exception as error:  # a worker that is killed while it sends causes errors of many types
             raise self._failed(worker, error) from error
@@ -180,6 +181,19 @@ class WorkerResults:
         if raised is not None:
             raise raised
         return result
+
+    def _wait_for_result(self, worker: int) -> None:
+        """Wait until a worker has begun to send a result or has ended. Raises TimeoutError.
+
+        A process that another thread has forked while the worker was started holds the worker's end of the connection,
+        which then does not end with the worker.
+        """
+        connection, deadline = self._connections[worker], time.monotonic() + self._timeout_s
+        while not connection.poll(max(0.0, min(_DEATH_CHECK_S, deadline - time.monotonic()))):
+            if self.workers[worker].exitcode is not None and not connection.poll():
+                raise EOFError("it ended without a result")
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"no result within {self._timeout_s:g} s")
 
     def close(self) -> None:
         """End the worker processes. Iterating afterwards stops at once."""

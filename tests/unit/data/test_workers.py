@@ -202,6 +202,34 @@ def test_a_worker_that_dies_before_the_main_thread_waits_is_noticed_at_once(has_
         list(results)
 
 
+@pytest.mark.timeout(60)
+def test_the_death_of_a_worker_is_noticed_if_another_process_holds_its_connection(monkeypatch):
+    """Another thread may fork a process while the worker is started."""
+    fork, others = os.fork, []
+
+    def with_another() -> int:
+        child = fork()
+        if child:
+            others.append(fork())
+            if others[-1] == 0:
+                time.sleep(600)
+                os._exit(0)
+        return child
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fork", with_another)
+        results = WorkerResults(lambda item: time.sleep(600 * item), [0, 1], num_workers=1)
+    try:
+        assert next(results) is None
+        os.kill(results.workers[0].pid, signal.SIGKILL)
+        with pytest.raises(DataError, match=r"was killed by signal 9"):
+            next(results)
+    finally:
+        for other in others:
+            os.kill(other, signal.SIGKILL)
+            os.waitpid(other, 0)
+
+
 def test_a_killed_worker_of_a_loader_is_named_with_sample_and_shard(pairs, monkeypatch):
     """The worker is killed while it reads; the signal reaches the main thread at once."""
 
