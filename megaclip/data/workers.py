@@ -32,7 +32,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
-from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
+from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]  # missing in typeshed
 from pathlib import Path
 from typing import Any
 

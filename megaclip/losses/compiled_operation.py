@@ -76,6 +76,7 @@ def register_loss(name: str, loss_class: type[SummedLoss]) -> Any:
         inputs = LossInputs(x, y, logit_scale, logit_bias, negatives, ids, negative_ids, negative_rows, weights)
         found = construct(settings).evaluate(inputs, ranks=named(group), gradients=gradients)
         nowhere = x.new_empty(0, dtype=torch.int64)
+        # Ignored types: mypy does not know the length of a tuple with an unpacked generator.
         if not gradients:
             return found.loss, *(found.loss.new_empty(0) for _ in range(7)), nowhere  # type: ignore[return-value]
         # Results of an operation must not share memory with each other or with its arguments.

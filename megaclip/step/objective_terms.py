@@ -115,8 +115,9 @@ class StepTerms:
         whole = WholeBatch(features[Tower.IMAGE], features[Tower.TEXT], scale, bias, more, fields)
         own = self._objective.batch_terms(whole)
         check_terms(f"{type(self._objective).__name__}.batch_terms", own)
+        used = set(map(id, leaves(own.values())))
         for name, parameter in self._objective.named_parameters():
-            if any(leaf is parameter for leaf in leaves(own.values())):
+            if id(parameter) in used:
                 raise ConfigError(
                     f"{type(self._objective).__name__}.batch_terms uses the parameter {name}, which would not be "
                     "trained; use it in chunk_features or chunk_terms"

@@ -1,4 +1,4 @@
-"""What a chunk's terms must be. tests/distributed/test_objectives.py compares their gradients with autograd."""
+"""Wrong terms of a chunk are refused. tests/distributed/test_objectives.py compares gradients with autograd."""
 
 import logging
 from typing import Any
