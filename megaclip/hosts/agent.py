@@ -131,11 +131,12 @@ class Agent(LocalElasticAgent):
             self._end(REFUSED_EXIT_CODE, f"host {host} has refused a setting; see the error of its ranks")
         # torch has sent SIGTERM to the other ranks of this host.
         failed = {rank: code for rank, code in codes.items() if code not in {*STOP_CODES, -signal.SIGTERM}}
-        deadline = time.monotonic() + self._silence_s + 5
+        deadline, before = time.monotonic() + self._silence_s + 5, self._heartbeats()
         while not failed and not self._lost_hosts():
             if self._rendezvous_handler.num_nodes_waiting():
                 return RunResult(state=WorkerState.HEALTHY)  # torch's agent sees the waiting hosts itself
-            if time.monotonic() > deadline:
+            # A host without a heartbeat after that exit may be lost: ranks also save when their launcher has died.
+            if time.monotonic() > deadline and self._have_beaten_since(before):
                 self._end(min(saved, default=1), f"a signal to a rank of host {host} has stopped the run")
             time.sleep(0.5)
             self._read_end()
@@ -199,10 +200,19 @@ class Agent(LocalElasticAgent):
 
     def _look(self) -> None:
         """Count for how long each host is silent. Time in which this process is suspended does not count."""
-        heartbeats = {str(node): beat for node, beat in self._read_state().last_heartbeats.items()}
+        heartbeats = self._heartbeats()
         for name in self._hosts:
             beat, (last, looks) = heartbeats.get(name), self._beats.get(name, (None, 0))
-            self._beats[name] = (beat, looks + 1 if beat == last else 0)
+            self._beats[name] = (beat, looks + 1 if beat in (last, None) else 0)  # None: torch has removed the host
+
+    def _heartbeats(self) -> dict[str, object]:
+        """Return the last heartbeat of each host, by torch's names of them."""
+        return {str(node): beat for node, beat in self._read_state().last_heartbeats.items()}
+
+    def _have_beaten_since(self, before: dict[str, object]) -> bool:
+        """Return whether all hosts have sent a heartbeat since the heartbeats `before`."""
+        now = self._heartbeats()
+        return all(now.get(name, before.get(name)) != before.get(name) for name in self._hosts)
 
     def _lost_hosts(self) -> str:
         """Return the addresses of the hosts that are silent."""

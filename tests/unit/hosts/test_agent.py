@@ -5,11 +5,14 @@ import os
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from megaclip.errors import MegaclipError
+from megaclip.hosts import agent as agent_module
 from tests.distributed.harness import run_ranks
 from tests.end_to_end.training_runs import free_port
 
@@ -104,6 +107,28 @@ def test_when_a_run_ends_and_when_it_starts_again(tmp_path: Path) -> None:
     fails_twice = first["a rank of the second host fails twice at the same step"]
     assert "failed twice without a checkpoint after step 4" in fails_twice[1][-1]
     assert "--max-restarts 2 allows no further restart" in first["each attempt saves and fails"][1][-1]
+
+
+def test_a_host_is_lost_also_if_torch_removes_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher of host b dies. Its ranks save, so those of host a end with them. torch removes b after 15 s."""
+    agent, now = agent_module.Agent.__new__(agent_module.Agent), [0.0]
+    agent._silence_s, agent._beats, agent._hosts = 15, {}, {"a": "host-a", "b": "host-b"}
+    agent._notes, agent._newest_step = HashStore(), lambda: 4
+    agent._rendezvous_handler = SimpleNamespace(num_nodes_waiting=lambda: 0)
+    agent._worker_group = SimpleNamespace(group_rank=0)
+
+    def state() -> SimpleNamespace:
+        beats = {"a": now[0] // 3} | ({"b": -1} if now[0] < 15 else {})
+        return SimpleNamespace(last_heartbeats=beats)
+
+    def look_after_a_pause(_: float) -> None:
+        now[0] += 1.1
+        agent._look()
+
+    monkeypatch.setattr(agent, "_read_state", state)
+    monkeypatch.setattr(agent_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=look_after_a_pause))
+    assert agent._after_exit({0: 143}) is None
+    assert "host host-b is lost" in agent._note("failure")[0] and now[0] < 20
 
 
 def test_a_port_of_a_program_that_answers_nothing_ends_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
