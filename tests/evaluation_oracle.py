@@ -3,12 +3,12 @@
 import numpy as np
 import torch
 
-from megaclip.data import RawSample
+from megaclip.data.batch import digest
 
 
 def image_facts(images: np.ndarray) -> dict[str, torch.Tensor]:
     """Return the fields of an evaluation batch that describe its images (b, ...), with one caption each."""
-    digests = torch.tensor([RawSample(image.tobytes(), "", "").image_digest for image in images], dtype=torch.int64)
+    digests = torch.tensor([digest(image.tobytes()) for image in images], dtype=torch.int64)
     rows = torch.arange(len(images))
     return {"image_digests": digests, "caption_rows": rows, "caption_lines": torch.ones_like(rows)}
 

@@ -35,6 +35,7 @@ from torch import Tensor
 from megaclip.comm.collectives import gather_objects
 from megaclip.config import TrainingConfig
 from megaclip.data import Batch, TrainLoader
+from megaclip.devices import upload
 from megaclip.engine.inputs import Inputs
 from megaclip.errors import ConfigError
 from megaclip.models import build_model
@@ -112,7 +113,6 @@ class OpenClipSteps:
             world_size=self._batch_layout.world_size,
             seed=case.seed,
             num_workers=case.workers,
-            pin_memory=self._device.type == "cuda",
         )
         self._flags = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.benchmark)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
@@ -177,8 +177,8 @@ class OpenClipSteps:
         return self._loss(*features, output["logit_scale"])
 
     def _on_device(self, batch: Batch) -> Chunk:
-        images = self._transform.normalise(batch.images.to(self._device, non_blocking=True), self._dtype)
-        return images, batch.tokens.to(self._device, non_blocking=True)
+        images = self._transform.normalise(upload(batch.images, self._device), self._dtype)
+        return images, upload(batch.tokens, self._device)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self._device.type, torch.bfloat16) if self._precision == "amp_bf16" else nullcontext()

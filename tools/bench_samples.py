@@ -39,7 +39,7 @@ class SyntheticSource:
         return int(self.shard_sizes[0])
 
     def read(self, row: int) -> RawSample:
-        return RawSample.of(row.to_bytes(8, "little"), self.captions(row), str(row))
+        return RawSample(row.to_bytes(8, "little"), self.captions(row), str(row))
 
     def captions(self, row: int) -> Captions:
         return Captions((self._captions[row % POOL],))

@@ -3,7 +3,7 @@
 sources.py opens datasets, order.py computes the order of the samples, and loader.py yields this rank's batches.
 """
 
-from megaclip.data.batch import PADDING_ID, Batch, EvaluationBatch, LabelledBatch, RawSample, TrainBatch
+from megaclip.data.batch import PADDING_ID, Batch, EvaluationBatch, LabelledBatch, TrainBatch
 from megaclip.data.gpu_decoder import GpuDecoder, open_gpu_decoder
 from megaclip.data.images import (
     GPU_DECODER,
@@ -33,7 +33,6 @@ __all__ = [
     "LabelledBatch",
     "LabelledDataset",
     "PairDataset",
-    "RawSample",
     "Tokenizer",
     "TrainBatch",
     "TrainLoader",

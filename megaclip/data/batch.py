@@ -12,7 +12,6 @@ import itertools
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 PADDING_ID = -1
 """Id of a padding row of an evaluation batch. Training batches have no such rows."""
@@ -42,52 +41,15 @@ class WeightedKey:
 
 @dataclasses.dataclass(frozen=True)
 class Captions:
-    """Captions of one image."""
+    """Captions of one image, at least one. For a labelled image the number of its class."""
 
     texts: tuple[str, ...]
-    """All captions, key by key in the order of --caption-key."""
+    """All captions, key by key in the order of --caption-key. Training takes one at a time, an evaluation all."""
     shares: tuple[tuple[WeightedKey, int], ...] = ()
     """The keys that the sample has, each with its number of captions, if --caption-key gives several; else empty."""
 
-
-@dataclasses.dataclass(frozen=True)
-class RawSample:
-    """An undecoded sample."""
-
-    image: bytes
-    """Encoded image file."""
-    caption: str
-    """Caption, or all captions, one per line. For a labelled image the number of its class."""
-    key: str
-    """Origin of the sample for messages: shard and name, or table, row and file."""
-    alternatives: tuple[str, ...] = ()
-    """Single captions, if the source has several per image. Training takes one of them at a time, an evaluation
-    all of them."""
-    id_cell: str | None = None
-    """Content of the column that --id-key names, as text; None without such a column."""
-    shares: tuple[tuple[WeightedKey, int], ...] = ()
-    """As in `Captions`."""
-
-    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Extra fields by name: the bytes of a member or the cell of a table; None where it is missing."""
-
-    @property
-    def lines(self) -> list[str]:
-        """Captions on the lines of `caption`, without empty ones."""
-        return [line.strip() for line in self.caption.splitlines() if line.strip()]
-
-    @property
-    def image_digest(self) -> int:
-        """Signed 64-bit digest of the image file. Equal files are equal images."""
-        return digest(self.image)
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The captions of which training takes one."""
-        return self.alternatives or (self.caption,)
-
-    def caption_number(self, seed: int, epoch: int, sample_id: int) -> int:
-        """Return the number of the caption, in `texts`, that training takes in this epoch, by (seed, epoch, id) only.
+    def number(self, seed: int, epoch: int, sample_id: int) -> int:
+        """Return the number of the caption that training takes in this epoch, by (seed, epoch, id) only.
 
         Of several keys, one is drawn by the weights of those that the sample has, or they are taken in turn. Of several
         captions under a key, each epoch takes the next one.
@@ -104,11 +66,35 @@ class RawSample:
             first, count = sum(count for _, count in self.shares[:number]), self.shares[number][1]
         return first + turn % count
 
-    @classmethod
-    def of(cls, image: bytes, captions: Captions, key: str) -> RawSample:
-        """Return the sample of an image with one or several captions."""
-        texts = captions.texts
-        return cls(image, "\n".join(texts), key, texts if len(texts) > 1 else (), shares=captions.shares)
+
+@dataclasses.dataclass(frozen=True)
+class RawSample:
+    """An undecoded sample."""
+
+    image: bytes
+    """Encoded image file."""
+    captions: Captions
+    key: str
+    """Origin of the sample for messages: shard and name, or table, row and file."""
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Extra fields by name: the bytes of a member or the cell of a table; None where it is missing."""
+    id_cell: str | None = None
+    """Content of the column that --id-key names, as text; None without such a column."""
+
+    @property
+    def caption(self) -> str:
+        """The caption, or all captions, one per line."""
+        return "\n".join(self.captions.texts)
+
+    @property
+    def lines(self) -> list[str]:
+        """Captions on the lines of `caption`, without empty ones."""
+        return [line.strip() for line in self.caption.splitlines() if line.strip()]
+
+    @property
+    def image_digest(self) -> int:
+        """Signed 64-bit digest of the image file. Equal files are equal images."""
+        return digest(self.image)
 
 
 def digest(content: bytes) -> int:
@@ -116,14 +102,8 @@ def digest(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
-class _Tensors:
-    def pin_memory(self):
-        """Return a copy in page-locked memory."""
-        return type(self)(**tree_map(torch.Tensor.pin_memory, vars(self)))
-
-
 @dataclasses.dataclass
-class Batch(_Tensors):
+class Batch:
     """Image-text pairs."""
 
     images: torch.Tensor
@@ -161,7 +141,7 @@ class EvaluationBatch(Batch):
 
 
 @dataclasses.dataclass
-class LabelledBatch(_Tensors):
+class LabelledBatch:
     """Images and their class numbers."""
 
     images: torch.Tensor

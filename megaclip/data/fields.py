@@ -12,6 +12,7 @@ import json
 import math
 import re
 import zipfile
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -134,7 +135,7 @@ def draw(
     return found
 
 
-def stacked(fields: dict[str, Field], rows: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+def stacked(fields: dict[str, Field], rows: Sequence[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
     """Return the fields of a batch, (b, *shape) each."""
     return {
         name: torch.from_numpy(np.stack([row[name] for row in rows])).to(field.dtype) for name, field in fields.items()

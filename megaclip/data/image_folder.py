@@ -89,7 +89,7 @@ class ImageFolder:
         """Return the undecoded sample. Raises BadSample if a file is missing, too large or unreadable."""
         path, _ = self._rows[row]
         captions = self.captions(row)
-        return RawSample.of(read_file(path, "image", path), captions, path)
+        return RawSample(read_file(path, "image", path), captions, path)
 
     def captions(self, row: int) -> Captions:
         """Return only the captions of a sample. Raises BadSample."""

@@ -76,7 +76,7 @@ class Look:
     def _measure(self, raw: RawSample) -> dict[str, Any]:
         """Record the figures of a sample. Return them for the report, with the tokens of its longest caption."""
         image = open_image(raw.image)
-        captions = raw.alternatives or (raw.caption,)  # training takes one of several captions at a time
+        captions = raw.captions.texts
         is_end = self._tokenizer(captions) == self._tokenizer.eos_id
         token_counts = (is_end.int().argmax(dim=1) + 1).tolist()
         sizes = ([image.width], [image.height], [len(raw.image)])
@@ -84,7 +84,7 @@ class Look:
         for name, values in zip(self._values, measured, strict=True):
             self._values[name] += values
         self._captions.update(captions)
-        self._keys.update(key.name for key, _ in raw.shares)
+        self._keys.update(key.name for key, _ in raw.captions.shares)
         self._images.add(hash(raw.image))
         with contextlib.suppress(Exception):  # damaged EXIF data raises almost anything, and is ignored in training
             self._noted["exif_orientation_ignored"] += image.getexif().get(EXIF_ORIENTATION, 1) != 1

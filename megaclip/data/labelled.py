@@ -8,25 +8,22 @@ are. Folders whose names differ only in their numbers ("0", "class_11") are sort
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from megaclip.data.batch import BadSample, RawSample, WeightedKey
+from megaclip.data.batch import BadSample, Captions, RawSample, WeightedKey
 from megaclip.data.captions import CaptionKeys
 from megaclip.data.image_folder import reason_to_leave_out, walk_folder
-from megaclip.data.remote import RemoteFile, copied, find_files, is_remote, user_cache
+from megaclip.data.remote import RemoteFile, copied, find_files, is_remote
 from megaclip.data.source import UNREADABLE, Account, read_file
 from megaclip.data.tar_shards import TarShards
 from megaclip.errors import DataError, first_line, os_reason, public
-from megaclip.files import replacing
 from megaclip.logging import get_logger
 
 CLASS_NAMES_FILE = "classnames.txt"
@@ -66,16 +63,15 @@ class LabelledDataset:
     def read(self, sample_id: int) -> RawSample:
         """Return the undecoded image, with the class number as its caption. Raises BadSample."""
         raw = self._images.read(sample_id)
-        label = raw.caption.strip()
+        label = "0" if self.has_several_labels else raw.captions.texts[0].strip()
         if self._fact_count is not None:
-            label = "0" if self.has_several_labels else (raw.alternatives or (label,))[0].strip()
             self.facts(sample_id)
         is_number = label.isascii() and label.isdigit() and len(label) < 20  # int() refuses thousands of digits
         if not (is_number and int(label) < len(self.class_names)):
             raise BadSample(
                 "label outside the classes", f"{raw.key}: label {label[:20]!r}, {len(self.class_names)} classes"
             )
-        return RawSample(raw.image, label, raw.key)
+        return RawSample(raw.image, Captions((label,)), raw.key)
 
     def facts(self, sample_id: int) -> list[int]:
         """Return the numbers in the `.npy` file of an image: its groups or, with several labels, 0 or 1 per class.
@@ -151,7 +147,7 @@ class _ImageFolder:
 
     def read(self, row: int) -> RawSample:
         path, label = self._files[row]
-        return RawSample(read_file(path, "image", path), str(label), path)
+        return RawSample(read_file(path, "image", path), Captions((str(label),)), path)
 
     def shard_name(self, row: int) -> str:
         return os.path.dirname(self._files[row][0])
@@ -205,19 +201,14 @@ def _warn_of_equal_names(folder: Path, names: list[str]) -> None:
 def _copied_texts(url: str) -> tuple[Path, list[RemoteFile]]:
     """Return a local folder with copies of the text files in a remote one, and its shards. Raises DataError."""
     url = url.rstrip("/")
-    copies = [copied(file) for file in find_files(f"{url}/*.txt")]
+    texts = copied(find_files(f"{url}/*.txt"))
     try:
         shards = find_files(f"{url}/*.tar")
     except DataError as error:
         if not isinstance(error.__cause__, FileNotFoundError):
             raise
         shards = find_files(f"{url}/test/*.tar")
-    folder = user_cache() / "zero_shot" / hashlib.sha256(" ".join(map(str, copies)).encode()).hexdigest()[:16]
-    folder.mkdir(parents=True, exist_ok=True)
-    for copy in copies:
-        with replacing(folder / copy.name, durable=False) as unfinished:
-            shutil.copyfile(copy, unfinished)
-    return folder, sorted(shards, key=lambda shard: _by_number(Path(shard.name)))
+    return texts[0].parent, sorted(shards, key=lambda shard: _by_number(Path(shard.name)))
 
 
 def has_train_split(folder: Path) -> bool:

@@ -74,8 +74,7 @@ class TrainLoader:
     features: image features from a cache, whose bytes (b, width) uint8 replace the pixels. Default: images are decoded.
     slots: (S, m, 3, H, W) uint8, memory of `workers.shared_pixels` for the pixels of S micro-batches of m rows. S
     is greater than `slots_ahead(m, num_workers)`. Default: the smallest S.
-    pin_memory: yield copies in page-locked memory, for a trainer that copies them to its GPU itself (such as
-    tools/bench_methods.py). `megaclip.engine` calls `read` instead.
+    `next` yields copies of the pixels; `megaclip.engine` calls `read` instead.
     """
 
     def __init__(
@@ -95,7 +94,6 @@ class TrainLoader:
         shard_order: str = "shuffled",
         max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION,
         slots: Tensor | None = None,
-        pin_memory: bool = False,
         shard_cache: Path | None = None,
         shard_cache_bytes: int | None = None,
         gpu_decoder: GpuDecoder | None = None,
@@ -121,7 +119,6 @@ class TrainLoader:
         """Number of micro-batches whose pixels are kept. `read` number n may overwrite those of number n - held."""
         self._reading = 0
         self._gpu_decoder, self._for_gpu = gpu_decoder, gpu_decoder is not None
-        self._pin_memory = pin_memory
         self._rank, self._world_size = rank, world_size
         self.fields = dataset.fields
         self._taken = 0
@@ -160,7 +157,7 @@ class TrainLoader:
 
     def __next__(self) -> TrainBatch:
         batch = self.read()
-        return batch.pin_memory() if self._pin_memory else dataclasses.replace(batch, images=batch.images.clone())
+        return dataclasses.replace(batch, images=batch.images.clone())
 
     def read(self) -> TrainBatch:
         """Return the next micro-batch, with its pixels in a slot until call number `held` after this one."""
@@ -305,6 +302,7 @@ def _load_evaluation(reader: EvaluationReader, slots: Tensor, item: tuple[np.nda
     return reader.read(ids, slots[slot])
 
 
+@dataclasses.dataclass(eq=False)
 class EvaluationLoader:
     """Iterable over every sample of a dataset, spread over the ranks. It may be iterated several times.
 
@@ -312,46 +310,35 @@ class EvaluationLoader:
     `batch_size` rows. Rows without a sample, and bad samples, have the id PADDING_ID and an image of zeros.
     """
 
-    def __init__(
-        self,
-        dataset: ReadableSet,
-        transform: ImageTransform,
-        tokenizer: Tokenizer | None,
-        *,
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        num_workers: int = 0,
-        max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION,
-        by_line: bool = False,
-    ) -> None:
-        """by_line: every line of a text is a caption."""
-        self._dataset = dataset
-        self._reader = EvaluationReader(dataset, transform, tokenizer, by_line=by_line)
-        self._advice = "" if tokenizer is None else INSPECT_ADVICE
-        self._samples = len(dataset)
-        self._image_shape = (3, transform.size, transform.size)
-        self._batch_size = batch_size
-        self._rank = rank
-        self._world_size = world_size
-        self._num_workers = num_workers
-        self._max_bad_fraction = max_bad_fraction
-        self.bad_counts: dict[str, int] = {}
-        """Number of bad samples that this rank found in its last iteration, by kind."""
+    dataset: ReadableSet
+    transform: ImageTransform
+    tokenizer: Tokenizer | None
+    _: dataclasses.KW_ONLY
+    batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    num_workers: int = 0
+    max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION
+    by_line: bool = False
+    """Every line of a text is a caption."""
+    bad_counts: dict[str, int] = dataclasses.field(default_factory=dict, init=False)
+    """Number of bad samples that this rank found in its last iteration, by kind."""
 
     def __len__(self) -> int:
-        return -(-self._samples // (self._batch_size * self._world_size))
+        return -(-len(self.dataset) // (self.batch_size * self.world_size))
 
     def __iter__(self) -> Iterator[EvaluationBatch | LabelledBatch]:
-        log = BadSampleLog(self._max_bad_fraction, "it is left out", advice=self._advice)
-        ahead = min(PREFETCHED * self._num_workers, len(self))
-        slots = shared_pixels((ahead + 1, self._batch_size, *self._image_shape))
+        advice = "" if self.tokenizer is None else INSPECT_ADVICE
+        log = BadSampleLog(self.max_bad_fraction, "it is left out", advice=advice)
+        reader = EvaluationReader(self.dataset, self.transform, self.tokenizer, self.by_line)
+        ahead = min(PREFETCHED * self.num_workers, len(self))
+        slots = shared_pixels((ahead + 1, self.batch_size, 3, self.transform.size, self.transform.size))
         turns = [batch % len(slots) for batch in range(len(self))]
         results = WorkerResults(
-            functools.partial(_load_evaluation, self._reader, slots),
+            functools.partial(_load_evaluation, reader, slots),
             zip(self._rank_ids(), turns, strict=True),
-            num_workers=self._num_workers,
-            describe_row=functools.partial(_describe_row, self._dataset),
+            num_workers=self.num_workers,
+            describe_row=functools.partial(_describe_row, self.dataset),
         )
         for turn, loaded in zip(turns, results, strict=True):
             log.add(loaded.bad_samples, loaded.reads)
@@ -363,6 +350,6 @@ class EvaluationLoader:
     def _rank_ids(self) -> Iterator[np.ndarray]:
         for batch in range(len(self)):
             ids = rank_positions(
-                batch * self._batch_size * self._world_size, 0, self._batch_size, self._rank, self._world_size
+                batch * self.batch_size * self.world_size, 0, self.batch_size, self.rank, self.world_size
             )
-            yield np.where(ids < self._samples, ids, PADDING_ID)
+            yield np.where(ids < len(self.dataset), ids, PADDING_ID)

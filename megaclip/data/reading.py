@@ -89,23 +89,20 @@ class Loaded:
         return {**vars(self), "batch": batch}
 
 
+_Pair = tuple[JpegCrop | None, str, tuple[int, int], int, dict[str, np.ndarray]]
+"""Crop of an image whose file is for the GPU, caption, digest and row in the dataset of the image, id, and fields."""
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainReader:
     """Read parts of batches of image-text pairs with substitutes for bad samples."""
 
-    def __init__(
-        self,
-        dataset: PairDataset,
-        transform: ImageTransform,
-        tokenizer: Tokenizer,
-        seed: int,
-        features: CachedFeatures | None = None,
-    ) -> None:
-        """features: replace the images."""
-        self._dataset = dataset
-        self._transform = transform
-        self._tokenizer = tokenizer
-        self._seed = seed
-        self._features = features
+    dataset: PairDataset
+    transform: ImageTransform
+    tokenizer: Tokenizer
+    seed: int
+    features: CachedFeatures | None = None
+    """These replace the images."""
 
     def read(self, ids: np.ndarray, epochs: np.ndarray, images: torch.Tensor, *, for_gpu: bool = False) -> Loaded:
         """Return the pairs of `ids` (b,), with their pixels written into `images` (b, 3, H, W) uint8, or the bytes of
@@ -115,15 +112,12 @@ class TrainReader:
 
         for_gpu: write the files that a GPU decodes, instead of their pixels.
         """
-        encoded = list[tuple[int, JpegCrop]]()
-        captions, pair_ids, bad_samples = list[str](), list[int](), list[BadSampleReport]()
-        fields = list[dict[str, np.ndarray]]()
-        digests = set[tuple[int, int]]()
+        pairs, bad_samples = list[_Pair](), list[BadSampleReport]()
         for row, (sample_id, epoch) in enumerate(zip(ids.tolist(), epochs.tolist(), strict=True)):
             try:
                 pair = self._read_or_substitute(sample_id, epoch, images[row], for_gpu, bad_samples)
             except Exception as error:  # a source may raise any exception; the run saves and ends with it
-                return Loaded(None, bad_samples, fatal=_unreadable(self._dataset, sample_id, error))
+                return Loaded(None, bad_samples, fatal=_unreadable(self.dataset, sample_id, error))
             if pair is None:
                 last = bad_samples[-1]
                 return Loaded(
@@ -134,48 +128,46 @@ class TrainReader:
                     f"{last.kind} ({last.detail}); a larger --max-bad-fraction does not help: check the data with "
                     "`megaclip inspect`",
                 )
-            if pair[0] is not None:
-                encoded.append((row, pair[0]))
-            captions.append(pair[1])
-            digests.add(pair[2])
-            pair_ids.append(pair[3])
-            fields.append(pair[4])
-        more = stacked(self._dataset.fields, fields)
-        batch = TrainBatch(images, self._tokenizer(captions), torch.tensor(pair_ids), more)
+            pairs.append(pair)
+        crops, captions, digests, pair_ids, fields = zip(*pairs, strict=True)
+        encoded = [(row, crop) for row, crop in enumerate(crops) if crop is not None]
+        more = stacked(self.dataset.fields, fields)
         return Loaded(
-            batch, bad_samples, len(ids) + len(bad_samples), images=digests, encoded=encoded if for_gpu else None
+            TrainBatch(images, self.tokenizer(captions), torch.tensor(pair_ids), more),
+            bad_samples,
+            len(ids) + len(bad_samples),
+            images=set(digests),
+            encoded=encoded if for_gpu else None,
         )
 
     def _read_or_substitute(
         self, sample_id: int, epoch: int, target: torch.Tensor, for_gpu: bool, bad_samples: list[BadSampleReport]
-    ) -> tuple[JpegCrop | None, str, tuple[int, int], int, dict[str, np.ndarray]] | None:
-        """Write an image into `target`. Return its crop if that is a file for the GPU, its caption, its digest with its
-        row in the dataset, the pair's id and its fields; or None if all are bad."""
-        first, count = self._dataset.siblings(sample_id)
-        for candidate in itertools.chain([sample_id], _substitutes(self._seed, sample_id, first, count)):
+    ) -> _Pair | None:
+        """Write an image into `target`. Return its pair, or None if all are bad."""
+        first, count = self.dataset.siblings(sample_id)
+        for candidate in itertools.chain([sample_id], _substitutes(self.seed, sample_id, first, count)):
             note_row(candidate)
             try:
-                seeds = (self._seed, epoch, sample_id)
+                seeds = (self.seed, epoch, sample_id)
                 raw = self._read(candidate)
-                number, fields = raw.caption_number(*seeds), self._dataset.fields
-                drawn = draw(fields, raw.fields, raw.key, seeds=seeds, caption=number, of=len(raw.texts))
+                number, texts = raw.captions.number(*seeds), raw.captions.texts
+                drawn = draw(self.dataset.fields, raw.fields, raw.key, seeds=seeds, caption=number, of=len(texts))
                 crop = self._write(raw, seeds, drawn.get(CROP), target, for_gpu)
-                caption = raw.texts[number]
                 # A part of the bytes identifies a file, and a digest of all of them would take longer than the crop.
                 image_id = digest(raw.image[:: 1 + len(raw.image) // 4096])
-                return crop, caption, (image_id, candidate), _pair_id(raw, caption, self._dataset.id_key), drawn
+                return crop, texts[number], (image_id, candidate), _pair_id(raw, number, self.dataset.id_key), drawn
             except BadSample as bad:
                 # Substitutes are drawn uniformly, so counting the bad ones does not bias the rate.
-                bad_samples.append(BadSampleReport(bad.kind, bad.detail, self._dataset.shard_name(candidate)))
+                bad_samples.append(BadSampleReport(bad.kind, bad.detail, self.dataset.shard_name(candidate)))
         return None
 
     def _read(self, sample_id: int) -> RawSample:
         """Return a pair, with the bytes of its features as its image if they replace the images. Raises BadSample."""
-        if self._features is None:
-            raw = self._dataset.read(sample_id)
+        if self.features is None:
+            raw = self.dataset.read(sample_id)
         else:
-            content = self._features.read(sample_id).tobytes()
-            raw = RawSample.of(content, self._dataset.captions(sample_id), f"sample {sample_id}")
+            content = self.features.read(sample_id).tobytes()
+            raw = RawSample(content, self.dataset.captions(sample_id), f"sample {sample_id}")
         check_caption(raw)
         return raw
 
@@ -192,9 +184,9 @@ class TrainReader:
         Return the crop of the file if that is for the GPU. box: replaces the random crop.
         """
         crop: JpegCrop | None = None
-        if self._features is None:
+        if self.features is None:
             with _named(raw):
-                image = self._transform.prepare(raw.image, seeds, gpu_bytes=target.numel() if for_gpu else 0, crop=box)
+                image = self.transform.prepare(raw.image, seeds, gpu_bytes=target.numel() if for_gpu else 0, crop=box)
             if isinstance(image, torch.Tensor):
                 target.copy_(image)
                 return None
@@ -219,14 +211,14 @@ def _substitutes(seed: int, sample_id: int, first: int, count: int) -> Iterator[
         yield first + int(generator.randint(count))
 
 
-def _pair_id(raw: RawSample, caption: str, id_key: str) -> int:
-    """Return the id of a pair: a digest of its caption, of its image file or of its cell, as --id-key selects.
+def _pair_id(raw: RawSample, number: int, id_key: str) -> int:
+    """Return the id of a pair: a digest of its caption `number`, of its image file or of its cell, as --id-key selects.
 
     Captions that differ in white space only are equal.
     """
     if id_key == "image":
         return raw.image_digest
-    return digest((" ".join(caption.split()) if raw.id_cell is None else raw.id_cell).encode())
+    return digest((" ".join(raw.captions.texts[number].split()) if raw.id_cell is None else raw.id_cell).encode())
 
 
 def decode_image(transform: ImageTransform, raw: RawSample, seeds: tuple[int, int, int]) -> torch.Tensor:
@@ -250,19 +242,15 @@ def check_caption(raw: RawSample) -> None:
         raise empty_caption(raw.key, raw.caption)
 
 
+@dataclasses.dataclass(frozen=True)
 class EvaluationReader:
-    """Read batches of pairs (with a tokenizer) or labelled images (without one). Bad samples become padding rows.
+    """Read batches of pairs (with a tokenizer) or labelled images (without one). Bad samples become padding rows."""
 
-    by_line: every line of a text is a caption.
-    """
-
-    def __init__(
-        self, dataset: ReadableSet, transform: ImageTransform, tokenizer: Tokenizer | None, *, by_line: bool = False
-    ) -> None:
-        self._by_line = by_line
-        self._dataset = dataset
-        self._transform = transform
-        self._tokenizer = tokenizer
+    dataset: ReadableSet
+    transform: ImageTransform
+    tokenizer: Tokenizer | None
+    by_line: bool = False
+    """Every line of a text is a caption."""
 
     def read(self, ids: np.ndarray, images: torch.Tensor) -> Loaded:
         """Return the batch of `ids` (b,), with its pixels written into `images` (b, 3, H, W) uint8.
@@ -278,42 +266,42 @@ class EvaluationReader:
                 continue
             note_row(sample_id)
             try:
-                raw = self._dataset.read(sample_id)
+                raw = self.dataset.read(sample_id)
                 check_caption(raw)
-                images[row] = decode_image(self._transform, raw, (0, 0, 0))
+                images[row] = decode_image(self.transform, raw, (0, 0, 0))
                 kept[row], digests[row] = sample_id, raw.image_digest
-                captions[row] = list(raw.alternatives) or (raw.lines if self._by_line else [raw.caption])
+                texts = list(raw.captions.texts)
+                captions[row] = raw.lines if self.by_line and len(texts) == 1 else texts
                 lines[row] = len(raw.lines) if captions[row] == [raw.caption] else 1
             except BadSample as bad:
-                bad_samples.append(BadSampleReport(bad.kind, bad.detail, self._dataset.shard_name(sample_id)))
+                bad_samples.append(BadSampleReport(bad.kind, bad.detail, self.dataset.shard_name(sample_id)))
             except Exception as error:  # as in training
-                what = "the data" if self._tokenizer is None else "the data with `megaclip inspect`"
-                return Loaded(None, bad_samples, fatal=_unreadable(self._dataset, sample_id, error, what))
+                what = "the data" if self.tokenizer is None else "the data with `megaclip inspect`"
+                return Loaded(None, bad_samples, fatal=_unreadable(self.dataset, sample_id, error, what))
         kept_ids, reads = torch.from_numpy(kept), int((ids != PADDING_ID).sum())
-        if self._tokenizer is not None:
-            tokens = self._tokenizer([caption for texts in captions for caption in texts])
+        if self.tokenizer is not None:
+            tokens = self.tokenizer([caption for texts in captions for caption in texts])
             rows = torch.arange(len(ids)).repeat_interleave(torch.tensor([len(texts) for texts in captions]))
             return Loaded(EvaluationBatch(images, tokens, kept_ids, digests, rows, lines), bad_samples, reads)
         labels = torch.tensor([int(label) if label else PADDING_ID for (label,) in captions])
         return Loaded(LabelledBatch(images, labels, kept_ids), bad_samples, reads)
 
 
+@dataclasses.dataclass
 class BadSampleLog:
-    """Count bad samples by kind, log the first of each kind, and stop the run if there are too many.
+    """Count bad samples by kind, log the first of each kind, and stop the run if there are too many."""
 
-    limit: largest fraction of bad samples. consequence: words for the log, such as "a substitute is used".
-    setting: flag that sets the limit, for the error; "" if it is fixed.
-    advice: how to find the problems, for the error.
-    """
-
-    def __init__(self, limit: float, consequence: str, setting: str = "", *, advice: str = INSPECT_ADVICE) -> None:
-        self.counts: Counter[str] = Counter()
-        self._limit = limit
-        self._consequence = consequence
-        self._setting = setting
-        self._advice = advice
-        self._read = 0
-        self._shards: Counter[str] = Counter()
+    limit: float
+    """Largest fraction of bad samples."""
+    consequence: str
+    """Words for the log, such as "a substitute is used"."""
+    setting: str = ""
+    """Flag that sets the limit, for the error; "" if it is fixed."""
+    advice: str = INSPECT_ADVICE
+    """How to find the problems, for the error."""
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+    _read: int = 0
+    _shards: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def add(self, bad_samples: list[BadSampleReport], reads: int) -> None:
         """Count the bad samples among `reads` samples. Raises DataError, with the worst shards, above the limit."""
@@ -323,15 +311,14 @@ class BadSampleLog:
             self._shards[bad.shard] += 1
             if self.counts[bad.kind] == 1:
                 _logger.warning(
-                    "%s: %s, %s; %s; later ones are only counted", bad.kind, bad.detail, bad.shard, self._consequence
+                    "%s: %s, %s; %s; later ones are only counted", bad.kind, bad.detail, bad.shard, self.consequence
                 )
         total = self.counts.total()
-        if total > self._limit * max(self._read, MIN_SAMPLES_FOR_LIMIT):
+        if total > self.limit * max(self._read, MIN_SAMPLES_FOR_LIMIT):
             worst = ", ".join(f"{name} ({count})" for name, count in self._shards.most_common(3))
             kinds = ", ".join(f"{count} {kind}" for kind, count in self.counts.most_common())
-            limit = f"{self._setting or 'the limit'} {self._limit:g}"
+            limit = f"{self.setting or 'the limit'} {self.limit:g}"
             raise DataError(
                 f"{total} of the {self._read} samples read so far are bad ({kinds}), over {limit}; most are in "
-                f"{worst}; repair the data{self._advice}"
-                + (f" or set a larger {self._setting}" if self._setting else "")
+                f"{worst}; repair the data{self.advice}" + (f" or set a larger {self.setting}" if self.setting else "")
             )

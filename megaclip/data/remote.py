@@ -100,26 +100,27 @@ class RemoteFile:
             )
 
 
+@dataclasses.dataclass
 class ReadAhead:
     """Reader of a file that is read from front to back, with gaps, as headers of a tar file are.
 
     Blocks grow while the gaps are short, up to one sequential read. After a long gap they are small.
     """
 
-    def __init__(self, file: RemoteFile) -> None:
-        self._file = file
-        self._start, self._content = 0, b""
-        self._block = _FIRST_BLOCK
+    file: RemoteFile
+    _start: int = 0
+    _content: bytes = b""
+    _block: int = _FIRST_BLOCK
 
     def read(self, size: int, offset: int) -> bytes:
         """Return `size` bytes at `offset`, fewer at the end of the file. Raises DataError."""
-        end = min(offset + size, self._file.size)
+        end = min(offset + size, self.file.size)
         held = self._start + len(self._content)
         if not self._start <= offset <= end <= held:
             is_near = self._start <= offset <= held + _LONG_GAP
             self._block = min(2 * self._block, BLOCK_BYTES) if is_near else _SMALL_BLOCK
             self._start = offset
-            self._content = self._file.read(offset, min(max(end, offset + self._block), self._file.size))
+            self._content = self.file.read(offset, min(max(end, offset + self._block), self.file.size))
         return self._content[offset - self._start : end - self._start]
 
 
@@ -212,16 +213,22 @@ def files_in(spec: str) -> list[str] | None:
     return [name for name in _glob(place.rstrip("/") + "/*") if "." in name.rpartition("/")[2][1:]]
 
 
-def copied(file: RemoteFile) -> Path:
-    """Return a copy of the whole file in the user's cache. Only the first call downloads it. Raises DataError."""
+def copied(files: Sequence[RemoteFile]) -> list[Path]:
+    """Return copies of whole files in one folder of the user's cache. Only the first call downloads them.
+
+    files: with different names. Raises DataError.
+    """
     try:
-        path = user_cache() / "files" / file.cache_name / file.name
-        if not path.exists() or path.stat().st_size != file.size:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            download(file, path)
+        versions = " ".join(file.cache_name for file in files)
+        folder = user_cache() / "files" / hashlib.sha256(versions.encode()).hexdigest()[:32]
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            path = folder / file.name
+            if not path.exists() or path.stat().st_size != file.size:
+                download(file, path)
     except OSError as error:
-        raise DataError(f"cannot copy {file} to the user's cache: {os_reason(error)}") from error
-    return path
+        raise DataError(f"cannot copy {files[0]} to the user's cache: {os_reason(error)}") from error
+    return [folder / file.name for file in files]
 
 
 def download(file: RemoteFile, path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import hashlib
 import os
 import shutil
@@ -41,16 +42,16 @@ _CHECKED_FOR_S = 60.0
 _logger = get_logger(__name__)
 
 
+@dataclasses.dataclass
 class RemoteShards:
     """Bytes of a list of remote shards."""
 
-    def __init__(self, files: list[RemoteFile]) -> None:
-        self.files = files
-        self.cache: Path | None = None
-        """Folder of the cached shards, or None if there is no cache."""
-        self._checked: dict[int, float] = {}
-        self._held = (-1, 0, b"")
-        """Shard and offset of the bytes that were read last, and these bytes."""
+    files: list[RemoteFile]
+    cache: Path | None = None
+    """Folder of the cached shards, or None if there is no cache."""
+    _checked: dict[int, float] = dataclasses.field(default_factory=dict)
+    _held: tuple[int, int, bytes] = (-1, 0, b"")
+    """Shard and offset of the bytes that were read last, and these bytes."""
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
         """Return the bytes of a member. Raises DataError if they cannot be read or the shard has changed."""
@@ -89,7 +90,7 @@ def bytes_to_come(folder: Path, limit: int | None, sizes: list[int]) -> int:
 
 
 class ShardCache:
-    """The process that keeps the next shards of a training run in a folder. `position` is where the run is."""
+    """The process that keeps the next shards of a training run in a folder."""
 
     def __init__(
         self,
@@ -101,17 +102,23 @@ class ShardCache:
     ) -> None:
         """limit: bytes in the folder. Default: half of its disk. files: number of a shard -> the shard.
 
-        shards_from: as `SampleOrder.shards_from`. Raises DataError if the folder cannot be used.
+        shards_from: as `SampleOrder.shards_from`. position: as for `advance`. Raises DataError if the folder cannot be
+        used.
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            limit = _limit(folder, limit)
+            self._limit = _limit(folder, limit)
         except OSError as error:
             raise DataError(f"--shard-cache {folder}: {error.strerror or error}; give a writable folder") from error
+        self._folder, self._files, self._shards_from, self._parent = folder, files, shards_from, os.getpid()
+        self._names = {shard: file.cache_name + SUFFIX for shard, file in files.items()}
+        self._running: dict[concurrent.futures.Future, int] = {}
+        self._failed: dict[int, float] = {}
+        """Shard that could not be downloaded -> when it is tried again."""
+        self._has_warned = False
         context = CheckedForkContext()
         self._position = context.RawValue("q", position)
-        fetcher = _Fetcher(folder, limit, files, shards_from, self._position, os.getpid())
-        self._process: Any = context.Process(target=fetcher.run, daemon=True)
+        self._process: Any = context.Process(target=self._run, daemon=True)
         self._process.start()
 
     def advance(self, position: int) -> None:
@@ -123,28 +130,9 @@ class ShardCache:
         self._process.kill()
         self._process.join()
 
+    # All other methods run in the process.
 
-class _Fetcher:
-    """The work of the process of `ShardCache`."""
-
-    def __init__(
-        self,
-        folder: Path,
-        limit: int,
-        files: dict[int, RemoteFile],
-        shards_from: Callable[[int], Iterator[tuple[int, int]]],
-        position: Any,
-        parent: int,
-    ) -> None:
-        self._folder, self._limit, self._files = folder, limit, files
-        self._shards_from, self._position, self._parent = shards_from, position, parent
-        self._names = {shard: file.cache_name + SUFFIX for shard, file in files.items()}
-        self._running: dict[concurrent.futures.Future, int] = {}
-        self._failed: dict[int, float] = {}
-        """Shard that could not be downloaded -> when it is tried again."""
-        self._has_warned = False
-
-    def run(self) -> None:
+    def _run(self) -> None:
         """Download and delete shards until the parent process has ended."""
         self._wait_for_lock()
         with concurrent.futures.ThreadPoolExecutor(_DOWNLOADS) as pool:

@@ -50,36 +50,36 @@ _IMG2DATASET_REPORT = re.compile(r"(\d+)(_stats)?")
 _COMPRESSED_TAR = re.compile(r"\.(tgz|tbz2|txz|tar\.(gz|bz2|xz|zst|lz4))$", re.IGNORECASE)
 
 
+@dataclasses.dataclass(eq=False)
 class PairDataset:
     """Concatenated sources. They may be forked and pickled, and are read by id, in any order."""
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        weights: Sequence[float] | None = None,
-        *,
-        rows: Sequence[np.ndarray] | None = None,
-        part: str = "",
-    ) -> None:
-        """rows: rows of each source that the dataset has, (n,) int64, ascending. Default: all. part: their name."""
-        if weights and len(weights) != len(sources):
+    sources: Sequence[Source]
+    weights: Sequence[float] | None = None
+    """One per source, for a mixture."""
+    rows: Sequence[np.ndarray] | None = None
+    """Rows of each source that the dataset has, (n,) int64, ascending. Default: all."""
+    part: str = ""
+    """Name of these rows."""
+    caption_keys: list[list[Any]] = dataclasses.field(default_factory=list)
+    """[key, weight] of each key of --caption-key, if there are several."""
+    id_key: str = "caption"
+    """What makes two pairs equal: "caption", "image" (its file), or a column of ids, as for `open_pairs`."""
+    fields: dict[str, Field] = dataclasses.field(default_factory=dict)
+    """Extra fields of every sample, by name."""
+
+    def __post_init__(self) -> None:
+        if self.weights and len(self.weights) != len(self.sources):
             raise DataError(
-                f"--train-data-weights has {len(weights)} weights for {len(sources)} datasets; give one per dataset"
+                f"--train-data-weights has {len(self.weights)} weights for {len(self.sources)} datasets; give one per "
+                "dataset"
             )
-        self._sources, self._rows, self._part = list(sources), rows, part
-        self.weights = list(weights) if weights else None
-        self.caption_keys: list[list[Any]] = []
-        """[key, weight] of each key of --caption-key, if there are several."""
-        self.id_key = "caption"
-        """What makes two pairs equal: "caption", "image" (its file), or a column of ids, as for `open_pairs`."""
-        self.fields: dict[str, Field] = {}
-        """Extra fields of every sample, by name."""
         if self.weights:
             block_quotas(self.weights)
-        self._shard_sizes = [source.shard_sizes for source in sources]
-        if rows is not None:
-            ends = map(np.cumsum, self._shard_sizes)
-            self._shard_sizes = [np.diff(np.searchsorted(*pair), prepend=0) for pair in zip(rows, ends, strict=True)]
+        self._shard_sizes = [source.shard_sizes for source in self.sources]
+        if self.rows is not None:
+            pairs = zip(self.rows, map(np.cumsum, self._shard_sizes), strict=True)
+            self._shard_sizes = [np.diff(np.searchsorted(*pair), prepend=0) for pair in pairs]
         self.shard_sizes = np.concatenate(self._shard_sizes)
         self._sizes = [int(sizes.sum()) for sizes in self._shard_sizes]
         self._ends = np.cumsum(self._sizes)
@@ -116,16 +116,15 @@ class PairDataset:
 
         Rows of a table that name one image stay together. Raises DataError if one of the parts has no samples.
         """
-        held_out = [_held_out_rows(source, fraction) for source in self._sources]
+        held_out = [_held_out_rows(source, fraction) for source in self.sources]
         if any(rows.all() or not rows.any() for rows in held_out):
             raise DataError(
                 f"--val-fraction is {fraction:g}, and an entry of the data has too few images for it; use a larger "
                 "fraction, or other data for validation"
             )
         kept = [np.flatnonzero(~rows) for rows in held_out]
-        training = PairDataset(self._sources, self.weights, rows=kept, part=f" {fraction:g}")
-        training.id_key, training.caption_keys, training.fields = self.id_key, self.caption_keys, self.fields
-        return training, PairDataset(self._sources, rows=list(map(np.flatnonzero, held_out)), part=f" {fraction:g}")
+        training = dataclasses.replace(self, rows=kept, part=f" {fraction:g}")
+        return training, PairDataset(self.sources, rows=list(map(np.flatnonzero, held_out)), part=training.part)
 
     def order(self, batch: int, *, seed: int, shard_order: str = "shuffled") -> SampleOrder | MixtureOrder:
         """Return the order of training for contrastive batches of `batch` samples.
@@ -144,7 +143,7 @@ class PairDataset:
     def remote_shards(self, cache: Path | None) -> dict[int, RemoteFile]:
         """Return the remote tar shards by their number, and read those in the folder `cache` from there from now on."""
         found, first = dict[int, RemoteFile](), 0
-        for source, sizes in zip(self._sources, self._shard_sizes, strict=True):
+        for source, sizes in zip(self.sources, self._shard_sizes, strict=True):
             shards = _remote(source)
             if shards is not None:
                 shards.cache = cache
@@ -155,7 +154,7 @@ class PairDataset:
     def image_times(self) -> str:
         """Return a checksum of the sizes of the local files with the images and of the times of their last change."""
         sums = hashlib.sha256()
-        for path in itertools.chain.from_iterable(source.image_files() for source in self._sources):
+        for path in itertools.chain.from_iterable(source.image_files() for source in self.sources):
             facts = os.stat(path) if os.path.exists(path) else None  # a missing file is a bad sample
             sums.update(f"{facts and (facts.st_size, facts.st_mtime_ns)}\n".encode())
         return sums.hexdigest()[:16]
@@ -163,12 +162,12 @@ class PairDataset:
     @property
     def accounts(self) -> list[Account]:
         """Number of files, members or rows of each source, and what became of them."""
-        return [source.account for source in self._sources]
+        return [source.account for source in self.sources]
 
     @property
     def columns(self) -> list[dict[str, str]]:
         """Columns, extensions or fields that images and captions come from, per source."""
-        return [source.columns for source in self._sources]
+        return [source.columns for source in self.sources]
 
     def manifest(self) -> dict[str, Any]:
         """Return the properties of the data that must be equal in a resumed run, without absolute paths.
@@ -176,15 +175,15 @@ class PairDataset:
         The result is unchanged by a round trip through JSON.
         """
         sources: list[dict[str, Any]] = [
-            {"type": source.kind, "files": source.manifest(), "checksum": source.checksum + self._part}
-            for source in self._sources
+            {"type": source.kind, "files": source.manifest(), "checksum": source.checksum + self.part}
+            for source in self.sources
         ]
-        for source, described in zip(self._sources, sources, strict=True):
+        for source, described in zip(self.sources, sources, strict=True):
             if (shards := _remote(source)) is not None:
                 described["versions"] = {str(file): file.version for file in shards.files}
         return {
             "samples": len(self),
-            "weights": self.weights,
+            "weights": list(self.weights) if self.weights else None,
             "caption_keys": self.caption_keys,
             "sources": sources,
         }
@@ -194,7 +193,7 @@ class PairDataset:
             raise IndexError(f"sample id is {sample_id}; use 0 to {len(self) - 1}")
         number = int(np.searchsorted(self._ends, sample_id, side="right"))
         row = sample_id - int(self._ends[number]) + self._sizes[number]
-        return self._sources[number], row if self._rows is None else int(self._rows[number][row])
+        return self.sources[number], row if self.rows is None else int(self.rows[number][row])
 
 
 def _remote(source: Source) -> RemoteShards | None:
@@ -246,9 +245,8 @@ def open_pairs(
     sources = [_open_readable(spec, options) for spec in specs]
     for spec, source in zip(specs, sources, strict=True):
         source.account.report(f"data {public(spec)!r}", len(source), max_bad_fraction)
-    dataset = PairDataset(sources, weights)
-    dataset.id_key, dataset.fields, keys = id_key, fields, weighted_keys(caption_key)
-    dataset.caption_keys = [[key.name, key.weight] for key in keys] if len(keys) > 1 else []
+    keys = [[key.name, key.weight] for key in weighted_keys(caption_key)]
+    dataset = PairDataset(sources, weights, caption_keys=keys if len(keys) > 1 else [], id_key=id_key, fields=fields)
     if fields:
         _check_fields(dataset)
     return dataset
@@ -260,7 +258,7 @@ def _check_fields(dataset: PairDataset) -> None:
     for row in rows.tolist():
         try:
             raw = dataset.read(row)
-            draw(dataset.fields, raw.fields, raw.key, seeds=(0, 0, row), caption=0, of=len(raw.texts))
+            draw(dataset.fields, raw.fields, raw.key, seeds=(0, 0, row), caption=0, of=len(raw.captions.texts))
             return
         except BadSample as found:
             bad.append(found)
@@ -300,12 +298,12 @@ def check_manifest(saved: dict[str, Any], current: dict[str, Any]) -> None:
     if saved == current:
         return
     for (what, was), (_, now) in zip(_facts(saved), _facts(current), strict=False):
-        if was not in (now, None):  # earlier versions recorded no checksum
+        if was != now:
             raise DataError(
                 f"the checkpoint was trained on data with {was} as {what}, now it is {now}; resume with the data of "
                 "the checkpoint, or start a new run"
             )
-    for number, (old, new) in enumerate(zip(saved.get("sources", []), current["sources"], strict=True)):
+    for number, (old, new) in enumerate(zip(saved["sources"], current["sources"], strict=True)):
         now = new.get("versions", {})
         for url, version in old.get("versions", {}).items():  # equal data may be at another place meanwhile
             if now.get(url, version) != version:
@@ -317,17 +315,17 @@ def check_manifest(saved: dict[str, Any], current: dict[str, Any]) -> None:
 
 def _facts(manifest: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of what a manifest records. Equal values so far mean equal names."""
-    sources = manifest.get("sources", [])
+    sources = manifest["sources"]
     yield "number of datasets", len(sources)
-    yield "mixture weights", manifest.get("weights") or "none"
-    yield "several keys of --caption-key", manifest.get("caption_keys") or "none"
+    yield "mixture weights", manifest["weights"] or "none"
+    yield "several keys of --caption-key", manifest["caption_keys"] or "none"
     for number, source in enumerate(sources):
         yield f"type of dataset {number}", source["type"]
         yield f"number of files of dataset {number}", len(source["files"])
         for name, size, samples in source["files"]:
             yield f"a file of dataset {number}", f"{name}, {size} bytes, {samples} samples"
-        yield f"checksum of the order and the captions of dataset {number}", source.get("checksum")
-    yield "number of samples", manifest.get("samples")
+        yield f"checksum of the order and the captions of dataset {number}", source["checksum"]
+    yield "number of samples", manifest["samples"]
 
 
 def _open_readable(spec: str, options: ReadingOptions) -> Source:
@@ -359,7 +357,7 @@ def _open_source(spec: str, options: ReadingOptions) -> Source:
     if files and kind not in _TYPE_OF_SUFFIX.values():
         raise DataError(f"data {spec!r}: --dataset-type {kind} is read from local folders only; copy the data")
     if files and kind != "webdataset":
-        paths = [str(copied(file)) for file in files]
+        paths = [str(path) for file in files for path in copied([file])]
     source: Source
     if kind not in ("webdataset", "imagefolder"):
         source = open_table(paths, kind, options)

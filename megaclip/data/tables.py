@@ -182,13 +182,10 @@ class Table:
         if isinstance(path, str):
             key += f" ({shortened(path)})"
         fields = {name: record[column] for name, column in self._fields.items()}
-        sample = dataclasses.replace(RawSample.of(image, captions, key), fields=fields)
-        if self._id is None:
-            return sample
-        found = record[self._id]
-        if found is None or found in ("", b"") or found != found:  # NaN
+        found = self._id and record[self._id]
+        if self._id and (found is None or found in ("", b"") or found != found):  # NaN
             raise BadSample("missing id", f"{key}: the cell of --id-key is empty")
-        return dataclasses.replace(sample, id_cell=str(found))
+        return RawSample(image, captions, key, fields, self._id and str(found))
 
     def captions(self, row: int) -> Captions:
         """Return only the captions of a sample. Raises BadSample."""

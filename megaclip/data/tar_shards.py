@@ -72,12 +72,7 @@ class TarShards:
         self._paths: Sequence[RemoteFile] | Sequence[Path] = files or [Path(str(path)).absolute() for path in paths]
         self._image_extensions, self._keys = tuple(image_extensions or IMAGE_EXTENSIONS), caption_keys
         self._fields = dict(field_extensions or {})
-        extensions = [
-            *(keys.extensions for keys in caption_keys),
-            *((extension,) for extension in self._fields.values()),
-        ]
-        by_content, walked = not image_extensions, (self._image_extensions, extensions)
-        self._index, description = _open_index(self._paths, *walked, by_content, len(self._fields))
+        self._index, description = self._open_index(by_content=not image_extensions)
         self.shards: list[dict[str, Any]] = description["shards"]
         self.shard_sizes = np.array([shard["samples"] for shard in self.shards], dtype=np.int64)
         self._ends = np.cumsum(self.shard_sizes)
@@ -147,8 +142,7 @@ class TarShards:
         entry = self._entries[row]
         key = f"{self._paths[shard].name}/{entry['key'].decode('utf-8', 'replace')}"
         image = self._member(shard, int(entry["image_offset"]), int(entry["image_size"]), "image", key)
-        sample = RawSample.of(image, self._captions(shard, entry, key), key)
-        return dataclasses.replace(sample, fields=self._field_contents(shard, entry, key)) if self._fields else sample
+        return RawSample(image, self._captions(shard, entry, key), key, self._field_contents(shard, entry, key))
 
     def captions(self, row: int) -> Captions:
         """Return only the captions of a sample. Raises BadSample."""
@@ -197,6 +191,27 @@ class TarShards:
                 os.close(self._files.pop(next(iter(self._files))))
         self._files[shard] = descriptor
         return descriptor
+
+    def _open_index(self, *, by_content: bool) -> tuple[Path, dict[str, Any]]:
+        """Return the path of the array of the index, and the description of the index. Makes it if there is none."""
+        extensions = [*(keys.extensions for keys in self._keys), *((name,) for name in self._fields.values())]
+        fields = len(self._fields)
+
+        def walk(path: Path | RemoteFile) -> ShardContents:
+            with reading(path):
+                return walk_shard(path, self._image_extensions, extensions, by_content=by_content, fields=fields)
+
+        def make(index: Path, names: list[str], sizes: list[int]) -> dict[str, Any]:
+            began = time.monotonic()
+            # Threads hide the latency of remote disks. Parsing is not parallel.
+            with concurrent.futures.ThreadPoolExecutor(4 if self.remote is None else THREADS) as pool:
+                contents = list(pool.map(walk, self._paths))
+            samples, seconds = sum(len(shard.entries) for shard in contents), time.monotonic() - began
+            _logger.info("indexed %s samples in %d shards in %.1f s", f"{samples:,}", len(contents), seconds)
+            return _write_index(index, contents, names, sizes, fields)
+
+        settings = [_FORMAT, self._image_extensions, extensions, by_content, *([fields] if fields else [])]
+        return open_index(self._paths, settings, ".npy", make)
 
     def _report_damage(self) -> None:
         damaged = [shard for shard in self.shards if shard["damage"]]
@@ -265,51 +280,12 @@ class TarShards:
             return {}
 
 
-def _open_index(
-    paths: Sequence[RemoteFile] | Sequence[Path],
-    image_extensions: tuple[str, ...],
-    caption_extensions: Sequence[Sequence[str]],
-    by_content: bool,
-    fields: int,
-) -> tuple[Path, dict[str, Any]]:
-    """Return the path of the .npy file of these shards' index, and its description. Makes it if there is none."""
-
-    def make(index: Path, names: list[str], sizes: list[int]) -> dict[str, Any]:
-        contents = _walk_all(paths, image_extensions, caption_extensions, by_content, fields)
-        return _write_index(index, contents, names, sizes, fields)
-
-    settings = [_FORMAT, image_extensions, caption_extensions, by_content, *([fields] if fields else [])]
-    return open_index(paths, settings, ".npy", make=make)
-
-
-def _walk_all(
-    paths: Sequence[RemoteFile] | Sequence[Path],
-    image_extensions: tuple[str, ...],
-    caption_extensions: Sequence[Sequence[str]],
-    by_content: bool,
-    fields: int,
-) -> list[ShardContents]:
-    """Walk every shard, in threads, which hide the latency of remote disks. Parsing is not parallel."""
-    began = time.monotonic()
-
-    def walk(path: Path | RemoteFile) -> ShardContents:
-        with reading(path):
-            return walk_shard(path, image_extensions, caption_extensions, by_content=by_content, fields=fields)
-
-    with concurrent.futures.ThreadPoolExecutor(THREADS if isinstance(paths[0], RemoteFile) else 4) as pool:
-        contents = list(pool.map(walk, paths))
-    samples = sum(len(shard.entries) for shard in contents)
-    _logger.info("indexed %s samples in %d shards in %.1f s", f"{samples:,}", len(paths), time.monotonic() - began)
-    return contents
-
-
 def _write_index(
     index: Path, contents: list[ShardContents], names: list[str], sizes: list[int], fields: int
 ) -> dict[str, Any]:
     """Write the array of the index, and return its description."""
-    entries = np.concatenate([shard.entries for shard in contents]) if contents else np.empty(0, entry_type(1))
     with index.open("wb") as file:
-        np.save(file, entries)
+        np.save(file, np.concatenate([shard.entries for shard in contents]))
     shards = [
         {
             "name": name,

@@ -41,8 +41,6 @@ _QUOTES = (
 )
 
 _logger = get_logger(__name__)
-_Row = tuple[str | None, list[list[str] | None], str | None, list[str | None]]
-"""Image path, captions under each key, the cell of the column of ids, if there is one, and the extra fields as JSON."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,11 +110,9 @@ def _convert(index: Path, paths: Sequence[str], options: ReadingOptions) -> dict
                 rows = _rows(path, options, [key.name for key in keys], account, columns)
                 while batch := list(itertools.islice(rows, _BATCH)):
                     counts[-1] += len(batch)
-                    images, captions, ids, fields = zip(*batch, strict=True)
-                    by_key = list(zip(*captions, strict=True))
-                    by_field = list(zip(*fields, strict=True)) if more else []
-                    digest.update(json.dumps(list(zip(images, *by_key, strict=True))).encode())
-                    writer.write_batch(pa.record_batch([images, *by_key, ids, *by_field], schema=schema))
+                    pairs = [[row.get(column) for column in ("image", *dict(caption_fields))] for row in batch]
+                    digest.update(json.dumps(pairs).encode())
+                    writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))
             except UnicodeDecodeError as error:
                 raise DataError(
                     f"cannot read {path}: byte 0x{error.object[error.start]:02x} is not {error.encoding}; convert the "
@@ -129,8 +125,8 @@ def _convert(index: Path, paths: Sequence[str], options: ReadingOptions) -> dict
 
 def _rows(
     path: str, options: ReadingOptions, keys: Sequence[str], account: Account, columns: dict[str, str]
-) -> Iterator[_Row]:
-    """Yield the rows of one file; set `columns` if it is empty. An empty file has no rows."""
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one file, by the columns of an index; set `columns` if it is empty. An empty file has none."""
     suffix = os.path.splitext(path)[1].lower()
     is_json = suffix in (".json", ".jsonl") or (options.dataset_type == "json" and suffix not in (".csv", ".tsv"))
     if is_json:
@@ -143,23 +139,23 @@ def _rows(
         table = _csv_rows(path, separator, names, account)
     if not names:
         for _ in table if is_json else ():  # objects without fields
-            yield None, [None] * len(keys), None, [None] * len(options.field_keys)
+            yield {}
         return
     image = find_column(names, options.image_key, IMAGE_COLUMNS, "image", path)
     captions = [find_column(names, key, CAPTION_COLUMNS, "caption", path) for key in keys]
     if options.id_column is not None:
         find_column(names, options.id_column, (), "id", path)
-    for key in options.field_keys.values():
-        find_column(names, key, (), "field", path)
+    fields = [find_column(names, key, (), "field", path) for key in options.field_keys.values()]
     columns.setdefault("image", image)
     columns.setdefault("caption", ", ".join(captions))
     for record in table:
         found = record.get(image)
         if isinstance(found, dict):  # as `datasets` writes an image
             found = found.get("path")
-        texts = [_texts(record.get(caption)) for caption in captions]
-        fields = [_json(record.get(key)) for key in options.field_keys.values()]
-        yield _text(found) or None, texts, _text(record.get(options.id_column or "")), fields
+        row: dict[str, Any] = {"image": _text(found) or None, "id": _text(record.get(options.id_column or ""))}
+        row |= zip(caption_columns(len(keys)), (_texts(record.get(name)) for name in captions), strict=True)
+        row |= zip(field_columns(len(fields)), (_json(record.get(name)) for name in fields), strict=True)
+        yield row
 
 
 def _texts(value: Any) -> list[str] | None:

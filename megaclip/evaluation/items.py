@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaclip.data.batch import RawSample
+from megaclip.data.batch import Captions, RawSample
 from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.source import read_file
 from megaclip.errors import DataError, first_line, os_reason
@@ -55,7 +55,7 @@ class ItemSet:
     def read(self, sample_id: int) -> RawSample:
         """Return an undecoded image. Raises BadSample."""
         path = self.files[sample_id]
-        return RawSample(read_file(path, "image", path), "0", path)
+        return RawSample(read_file(path, "image", path), Captions(("0",)), path)
 
     def shard_name(self, sample_id: int) -> str:
         """Return the file of the set, for messages."""

@@ -1,6 +1,7 @@
 """Write small datasets for the tests of megaclip.data, without any code of that package."""
 
 import io
+import json
 import tarfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -47,6 +48,21 @@ def write_shards(folder: Path, sizes: Iterable[int]) -> list[Path]:
         paths.append(write_tar(folder / f"{shard:05d}.tar", pair_members(range(start, start + size))))
         start += size
     return paths
+
+
+def write_table(path: Path, rows: list[dict], separator: str = ",") -> str:
+    """Write rows with equal keys as parquet, CSV, TSV or JSON lines. Return the path."""
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        path.write_text(
+            "\n".join(separator.join(map(str, line)) for line in (rows[0], *(row.values() for row in rows)))
+        )
+    return str(path)
 
 
 def texts():

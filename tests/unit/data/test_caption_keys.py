@@ -3,17 +3,14 @@
 import json
 from collections import Counter
 
-import numpy as np
 import pytest
-import torch
 
-from megaclip.data import ImageTransform, open_pairs
-from megaclip.data.batch import BadSample, Captions, RawSample, WeightedKey
+from megaclip.data import open_pairs
+from megaclip.data.batch import BadSample, Captions, WeightedKey
 from megaclip.data.captions import weighted_keys
-from megaclip.data.reading import TrainReader
 from megaclip.data.sources import check_manifest
 from megaclip.errors import DataError
-from tests.unit.data.data_samples import picture, write_tar
+from tests.unit.data.data_samples import picture, write_table, write_tar
 
 RECORDS = [
     {"short": "s 0", "long": ["l 0", "l 10"], "a:b,c": "x 0"},
@@ -38,22 +35,18 @@ def folder_of_json(folder):
 
 
 def json_lines(folder):
-    for number in range(len(RECORDS)):
-        (folder / f"{number}.png").write_bytes(picture(number))
+    folder_of_json(folder)
     rows = [{"image": f"{number}.png", **record} for number, record in enumerate(RECORDS)]
-    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return folder / "pairs.jsonl"
+    return write_table(folder / "pairs.jsonl", rows)
 
 
 def parquet(folder):
-    import datasets
-
-    columns = {"image": [picture(number) for number in range(len(RECORDS))]}
-    lists = [record.get("long") for record in RECORDS]
-    columns["long"] = [[value] if isinstance(value, str) else value for value in lists]
-    columns |= {key: [record.get(key) for record in RECORDS] for key in ("short", "a:b,c")}
-    datasets.Dataset.from_dict(columns).to_parquet(folder / "pairs.parquet")
-    return folder / "pairs.parquet"
+    lists = ([value] if isinstance(value, str) else value for value in (record.get("long") for record in RECORDS))
+    rows = [
+        {"image": picture(number), "long": long, **{key: record.get(key) for key in ("short", "a:b,c")}}
+        for number, (record, long) in enumerate(zip(RECORDS, lists, strict=True))
+    ]
+    return write_table(folder / "pairs.parquet", rows)
 
 
 def encoded(record):
@@ -80,7 +73,7 @@ def test_every_source_has_the_captions_of_all_keys(tmp_path, make):
             assert caught.value.kind == "missing caption"
         else:
             sample = dataset.read(row)
-            assert (sample.alternatives or (sample.caption,), sample.shares) == captions
+            assert (sample.captions.texts, sample.captions.shares) == captions
             assert sample.image == picture(row) and dataset.caption(row) == "\n".join(captions[0])
     assert open_pairs(spec, caption_key="a:b,c:1").caption(3) == "x 3"
     with pytest.raises(DataError, match=r"no .*lnog"):
@@ -97,7 +90,7 @@ def test_members_of_tar_shards_are_keys(tmp_path):
     dataset = open_pairs(
         [str(write_tar(tmp_path / "0.tar", members))], caption_key="short,long.txt", max_bad_fraction=1
     )
-    assert [dataset.read(row).alternatives or dataset.read(row).caption for row in (0, 2)] == [("s 0", "l 0"), "l 2"]
+    assert [dataset.read(row).captions.texts for row in (0, 2)] == [("s 0", "l 0"), ("l 2",)]
     with pytest.raises(BadSample, match="caption is not UTF-8"):
         dataset.read(1)
     account = dataset.accounts[0]
@@ -122,15 +115,16 @@ def test_keys_with_weights_are_parsed(value, expected):
     assert [(key.name, key.weight) for key in weighted_keys(value)] == expected
 
 
-@pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "-Infinity", "1e400", "1.2.3"])
-def test_a_weight_that_is_not_positive_and_finite_is_refused(weight):
-    with pytest.raises(DataError, match=r"has the weight .*; use a positive, finite number"):
-        weighted_keys(f"short:{weight},long:1")
-
-
-@pytest.mark.parametrize("value", ["short:1,long", "short:1,short:2", "a,,b", ",", "a:1,:2"])
-def test_incomplete_keys_are_refused(value):
-    with pytest.raises(DataError, match="--caption-key"):
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        *((f"short:{weight},long:1", r"has the weight .*; use a positive, finite number")
+          for weight in ("0", "-1", "nan", "inf", "-Infinity", "1e400", "1.2.3")),
+        *((value, "--caption-key") for value in ("short:1,long", "short:1,short:2", "a,,b", ",", "a:1,:2")),
+    ],
+)  # fmt: skip
+def test_incomplete_keys_and_weights_that_are_not_positive_and_finite_are_refused(value, message):
+    with pytest.raises(DataError, match=message):
         weighted_keys(value)
 
 
@@ -142,54 +136,24 @@ def test_keys_are_drawn_by_weight_among_those_that_the_sample_has():
         (keys[::2], {"a": 5 / 7, "c": 2 / 7}),
     ):
         texts = [text for text in ("a", "b 0", "b 1", "c") if text[0] in [key.name for key, _ in shares]]
-        raw = RawSample.of(b"", Captions(tuple(texts), tuple(shares)), "")
-        drawn = Counter(raw.texts[raw.caption_number(7, epoch, number)] for epoch in range(4) for number in range(5000))
+        captions = Captions(tuple(texts), tuple(shares))
+        drawn = Counter(texts[captions.number(7, epoch, number)] for epoch in range(4) for number in range(5000))
         for text, weight in weights.items():
             assert abs(drawn[text] - 20_000 * weight) < 4 * (20_000 * weight * (1 - weight)) ** 0.5
         epochs = {
-            tuple(raw.texts[raw.caption_number(seed, epoch, n)] for n in range(50))
-            for seed in (0, 1)
-            for epoch in (0, 1)
+            tuple(texts[captions.number(seed, epoch, n)] for n in range(50)) for seed in (0, 1) for epoch in (0, 1)
         }
         assert len(epochs) == 4  # seeds and epochs draw differently
 
 
-def test_keys_without_weights_are_taken_in_turn():
-    """In six epochs every caption of two keys with one and three captions comes 3 and 1 times."""
-    shares = ((WeightedKey("a"), 1), (WeightedKey("b"), 3))
-    raw = RawSample.of(b"", Captions(("a", "b 0", "b 1", "b 2"), shares), "")
-    assert Counter(raw.texts[raw.caption_number(0, epoch, 11)] for epoch in range(6)) == {
-        "a": 3,
-        "b 0": 1,
-        "b 1": 1,
-        "b 2": 1,
-    }
-
-
-class _Words:
-    """Tokenizer stand-in: the number in a caption, and whether it is long."""
-
-    context_length = 2
-
-    def __call__(self, captions):
-        return torch.tensor([[int(caption.split()[1]), caption[0] == "l"] for caption in captions])
-
-
-def test_training_draws_the_same_captions_in_any_division_of_a_batch(tmp_path):
-    members = [
-        member
-        for n in range(40)
-        for member in ((f"{n}.png", picture(n)), (f"{n}.json", encoded({"short": f"s {n}", "long": f"l {n}"})))
-    ]
-    dataset = open_pairs([str(write_tar(tmp_path / "0.tar", members))], caption_key="short:0.5,long:0.5")
-    reader = TrainReader(dataset, ImageTransform(8, training=True), _Words(), seed=3)
-
-    def drawn(*ids):
-        pixels = torch.empty(len(ids), 3, 8, 8, dtype=torch.uint8)
-        return reader.read(np.array(ids), np.full(len(ids), 2), pixels).batch.tokens.tolist()
-
-    whole, alone = drawn(*range(40)), [drawn(n)[0] for n in reversed(range(40))]
-    assert whole == alone[::-1] and 8 < sum(is_long for _, is_long in whole) < 32
+@pytest.mark.parametrize(("shares", "texts"), [((1, 3), "abcd"), ((), "abc")])
+def test_captions_and_keys_without_weights_are_taken_in_turn(shares, texts):
+    """In six epochs every caption of two keys with one and three captions comes 3 and 1 times, one of three twice."""
+    captions = Captions(tuple(texts), tuple((WeightedKey(str(count)), count) for count in shares))
+    drawn = [[texts[captions.number(0, epoch, sample)] for epoch in range(6)] for sample in (11, 12)]
+    expected = {"a": 3, "b": 1, "c": 1, "d": 1} if shares else {"a": 2, "b": 2, "c": 2}
+    assert Counter(drawn[0]) == Counter(drawn[1]) == expected
+    assert drawn[0] != drawn[1]  # an epoch shows different captions of different images
 
 
 def test_other_keys_or_weights_are_other_data_for_a_resume(tmp_path):

@@ -6,13 +6,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 
 from megaclip.data import ImageTransform, TrainLoader, open_pairs
 from megaclip.data.batch import BadSample
 from megaclip.data.fields import Field, draw
 from megaclip.errors import DataError
-from tests.unit.data.data_samples import CountingTokenizer, picture, write_tar
+from tests.unit.data.data_samples import CountingTokenizer, picture, write_table, write_tar
 
 COUNT = 8
 VECTOR, SCORE = Field("vector", (3,), torch.float16), Field("score")
@@ -84,18 +83,8 @@ def test_fields_of_tables_are_those_of_their_rows(tmp_path, kind):
         (tmp_path / f"{number}.png").write_bytes(picture(number))
         cell = npy(vector(number)) if kind == "bytes" else vector(number)
         rows.append({"image": f"{number}.png", "caption": f"caption {number}", "vector": cell, "score": number / 4})
-    path = tmp_path / f"table.{'parquet' if kind == 'bytes' else kind}"
-    if kind == "jsonl":
-        path.write_text("\n".join(map(json.dumps, rows)))
-    elif kind == "csv":
-        path.write_text("image\tcaption\tvector\tscore\n".replace("\t", "|"))
-        path.write_text(
-            "image|caption|vector|score\n"
-            + "\n".join(f"{r['image']}|{r['caption']}|{json.dumps(r['vector'])}|{r['score']}" for r in rows)
-        )
-    else:
-        Dataset.from_list(rows).to_parquet(path)
-    batch, _ = batch_of(str(path), {"vector": VECTOR, "score": SCORE})
+    path = write_table(tmp_path / f"table.{'parquet' if kind == 'bytes' else kind}", rows, "|")
+    batch, _ = batch_of(path, {"vector": VECTOR, "score": SCORE})
     numbers = batch.tokens[:, 0].tolist()
     assert sorted(numbers) == list(range(COUNT))
     assert batch.fields["vector"].tolist() == [vector(number) for number in numbers]
@@ -117,15 +106,16 @@ def test_the_view_its_crop_and_the_caption_are_drawn_together(tmp_path):
                 "text": [10 * number + c for c in range(3)],
             }
         )
-    Dataset.from_list(rows).to_parquet(tmp_path / "table.parquet")
+    spec = write_table(tmp_path / "table.parquet", rows)
     fields = {
         "crop": Field("crop", (4,), one_of="views"),
         "view": Field("view", (), torch.int64, one_of="views"),
         "text": Field("text", (), torch.int64, one_of="captions"),
     }
-    batch, loader = batch_of(str(tmp_path / "table.parquet"), fields)
-    seen = set()
+    batch, loader = batch_of(spec, fields)
+    seen, shown = set(), set()
     for _ in range(6):
+        shown.update(batch.tokens[:, 0].tolist())
         assert batch.fields["text"].tolist() == batch.tokens[:, 0].tolist()
         for image, view, crop in zip(batch.images, batch.fields["view"], batch.fields["crop"], strict=True):
             number, drawn = divmod(int(view), 10)
@@ -135,7 +125,7 @@ def test_the_view_its_crop_and_the_caption_are_drawn_together(tmp_path):
             expected = ImageTransform(8, training=True)(picture(number, 64, 64), crop=box)
             assert torch.equal(image, expected)
         batch = next(loader)
-    assert len(seen) > 2 * COUNT  # six epochs
+    assert len(seen) > 2 * COUNT and shown == {caption for row in rows for caption in row["text"]}  # six epochs
 
 
 BAD = {
@@ -160,10 +150,19 @@ def test_bad_fields_are_counted_as_bad_samples(tmp_path, fault):
     assert batch.fields["vector"].tolist() == [vector(number) for number in batch.tokens[:, 0].tolist()]
 
 
-def test_fields_with_different_numbers_of_views_are_a_bad_sample():
-    fields = {name: Field(name, one_of="views") for name in ("a", "b")}
-    with pytest.raises(BadSample, match="b has 2 views of 3"):
-        draw(fields, {"a": [1.0, 2.0, 3.0], "b": [1.0, 2.0]}, "x", seeds=(0, 0, 0), caption=0, of=1)
+@pytest.mark.parametrize(
+    ("fields", "contents", "message"),
+    [
+        ({"a": Field("a", one_of="views"), "b": Field("b", one_of="views")},
+         {"a": [1.0, 2.0, 3.0], "b": [1.0, 2.0]}, "b has 2 views of 3"),
+        # 80 MB of zeros in 80 kB
+        ({"a": Field("npz.a", (10_000_000,))}, {"a": npz(a=np.zeros(10_000_000))}, "field too large"),
+        ({"a": Field("quality")}, {"a": b"0.5"}, r'the key of a number in a JSON object is "json\.NAME"'),
+    ],
+)  # fmt: skip
+def test_fields_that_cannot_be_used_are_bad_samples(fields, contents, message):
+    with pytest.raises(BadSample, match=message):
+        draw(fields, contents, "x", seeds=(0, 0, 0), caption=0, of=1)
 
 
 @pytest.mark.parametrize("wrong", [{"shape": 3}, {"shape": (0,)}, {"dtype": "float32"}, {"one_of": "rows"}])
@@ -172,24 +171,13 @@ def test_a_field_that_is_declared_wrongly_is_refused(wrong):
         Field("a", **wrong)
 
 
-def test_an_archive_that_unpacks_to_too_much_is_not_unpacked():
-    content = npz(a=np.zeros(10_000_000))  # 80 MB of zeros in 80 kB
-    with pytest.raises(BadSample, match="field too large"):
-        Field("npz.a", (10_000_000,)).array(content, "x")
-
-
 def test_data_without_the_declared_fields_are_refused_at_start(tmp_path):
-    Dataset.from_list([{"image": picture(0), "caption": "caption 0"}]).to_parquet(tmp_path / "a.parquet")
+    spec = write_table(tmp_path / "a.parquet", [{"image": picture(0), "caption": "caption 0"}])
     with pytest.raises(DataError, match=r"has no field column vector; it has .*set the field's key in the objective"):
-        open_pairs([str(tmp_path / "a.parquet")], fields={"vector": VECTOR})
+        open_pairs([spec], fields={"vector": VECTOR})
     spec = shard(tmp_path / "0.tar", lambda number: {})
     with pytest.raises(DataError, match=r"none of the 8 samples.*has the field vector \(a member \.npy\)"):
         open_pairs([spec], fields={"vector": Field("npy", (3,))})
     spec = shard(tmp_path / "1.tar", lambda number: {"npy": npy(vector(number))})
     with pytest.raises(DataError, match=r"all of 8 samples .* has \(3,\), expected \(5,\)\); correct its Field .*dims"):
         open_pairs([spec], fields={"vector": Field("npy", (5,))})
-
-
-def test_a_number_that_is_no_npy_file_is_told_apart_from_pickled_data() -> None:
-    with pytest.raises(BadSample, match=r'the key of a number in a JSON object is "json\.NAME"'):
-        Field("quality").array(b"0.5", "pairs.tar/0053")

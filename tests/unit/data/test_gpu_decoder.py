@@ -4,7 +4,6 @@ tests/gpu/test_gpu_decoder_gpu.py decodes with nvJPEG.
 """
 
 import io
-import logging
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from PIL import Image
 from megaclip.data import GpuDecoder, ImageTransform, TrainLoader, open_gpu_decoder, open_pairs
 from megaclip.data import gpu_decoder as gpu_decoder_module
 from megaclip.data import loader as loader_module
-from megaclip.data.batch import BadSample
 from megaclip.data.images import JpegCrop
 from megaclip.errors import ConfigError
 from tests.unit.data.data_samples import CountingTokenizer, picture, write_tar
@@ -51,20 +49,20 @@ def scrambled(content):
 
 
 FILES = {
-    "large file": (lambda n: jpeg(n, 40, 30)[:-2] + bytes(3 * SIZE**2) + b"\xff\xd9", False),
-    "many pixels": (lambda n: jpeg(n, 90, 80), False),
-    "grey": (lambda n: jpeg(n, mode="L"), True),
-    "RGB": (lambda n: jpeg(n, keep_rgb=True), False),
-    "CMYK": (lambda n: jpeg(n, mode="CMYK"), False),
-    "progressive": (lambda n: jpeg(n, progressive=True), False),
-    "PNG": (picture, False),
-    "cut off": (lambda n: jpeg(n)[:-40], False),
-    "damaged": (lambda n: scrambled(jpeg(n)), True),
-    "useless": (lambda n: without_quantization_tables(jpeg(n)), False),
-    "refused": (lambda n: without_a_huffman_table(jpeg(n)), True),
-    "tall": (lambda n: jpeg(n, 24, 61), True),
+    "large file": lambda n: jpeg(n, 40, 30)[:-2] + bytes(3 * SIZE**2) + b"\xff\xd9",
+    "many pixels": lambda n: jpeg(n, 90, 80),
+    "grey": lambda n: jpeg(n, mode="L"),
+    "RGB": lambda n: jpeg(n, keep_rgb=True),
+    "CMYK": lambda n: jpeg(n, mode="CMYK"),
+    "progressive": lambda n: jpeg(n, progressive=True),
+    "PNG": picture,
+    "cut off": lambda n: jpeg(n)[:-40],
+    "damaged": lambda n: scrambled(jpeg(n)),
+    "useless": lambda n: without_quantization_tables(jpeg(n)),
+    "refused": lambda n: without_a_huffman_table(jpeg(n)),
+    "tall": lambda n: jpeg(n, 24, 61),
 }
-"""Kind of a file -> a function that makes one, and whether a worker leaves it to the GPU."""
+"""Kind of a file -> a function that makes one."""
 
 
 def decode(files):
@@ -80,7 +78,7 @@ def pairs(tmp_path_factory):
     """48 samples; every third one is one of FILES, and the others are usual JPEG files."""
     folder, members, odd = tmp_path_factory.mktemp("pairs"), [], list(FILES.values())
     for number in range(48):
-        content = odd[number // 3 % len(odd)][0](number) if number % 3 == 0 else jpeg(number, 33 + number, 41)
+        content = odd[number // 3 % len(odd)](number) if number % 3 == 0 else jpeg(number, 33 + number, 41)
         members += [(f"{number:03d}.jpg", content), (f"{number:03d}.txt", f"caption {number}".encode())]
     write_tar(folder / "0.tar", members)
     return open_pairs([str(folder)])
@@ -128,18 +126,6 @@ def test_batches_captions_and_bad_samples_are_those_of_the_cpu(pairs, workers, s
     assert torch.equal(next(resumed).images, next(expected).images)
 
 
-@pytest.mark.parametrize("kind", FILES)
-def test_workers_leave_usable_baseline_files_to_the_gpu(kind, monkeypatch):
-    monkeypatch.setattr("megaclip.data.images.LARGEST_ON_GPU", 85 * 41)
-    make, for_gpu = FILES[kind]
-    try:
-        found = ImageTransform(SIZE, training=True).prepare(make(1), (0, 0, 1), gpu_bytes=3 * SIZE**2)
-    except BadSample:
-        assert kind in ("cut off", "useless")
-    else:
-        assert isinstance(found, JpegCrop) == for_gpu
-
-
 def test_a_decoder_that_is_set_or_removed_later_takes_whole_steps(pairs, monkeypatch):
     """--image-decoder auto changes it while the workers read ahead. Both readings of a step are by one decoder."""
     monkeypatch.setattr(loader_module, "SMALLEST_PART", 4)
@@ -169,14 +155,3 @@ def test_pixels_of_another_size_than_the_header_names_are_not_used():
 def test_a_machine_without_a_decoding_gpu_is_refused():
     with pytest.raises(ConfigError, match=r"--image-decoder gpu requires a CUDA GPU .* or use --image-decoder cpu$"):
         open_gpu_decoder(torch.device("cpu"), "bicubic")
-
-
-def test_files_that_only_the_cpu_decodes_are_reported(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
-    monkeypatch.setattr("megaclip.logging._seen", set())
-    members = [member for n in range(16) for member in ((f"{n}.png", picture(n)), (f"{n}.txt", b"caption 1"))]
-    write_tar(tmp_path / "0.tar", members)
-    decoder = GpuDecoder(torch.device("cpu"), "bicubic", decode)
-    with caplog.at_level("INFO"):
-        next(loader_of(open_pairs([str(tmp_path)]), gpu_decoder=decoder))
-    assert "the CPU decodes all but baseline JPEG files of at most 1,728 bytes and 4,194,304 pixels" in caplog.text

@@ -52,41 +52,47 @@ def test_the_evaluation_transform_equals_open_clips_bit_for_bit(resize_mode, int
                 assert torch.equal(model_input(ours, content), theirs(Image.open(io.BytesIO(content))))
 
 
-@pytest.mark.parametrize(
-    ("kind", "mode"),
-    [("PNG", "L"), ("PNG", "P"), ("PNG", "RGBA"), ("PNG", "1"), ("JPEG", "CMYK"), ("GIF", "P"), ("WEBP", "RGBA")],
-)
-def test_other_colour_modes_are_converted_as_in_open_clip(kind, mode):
+def rotated():
+    """Return a JPEG file with an orientation in its EXIF data."""
+    exif, buffer = Image.Exif(), io.BytesIO()
+    exif[0x0112] = 6
+    Image.open(io.BytesIO(smooth(40, 30))).save(buffer, "JPEG", exif=exif)
+    return buffer.getvalue()
+
+
+def transparent(mode):
+    """Return a PNG file whose upper half is transparent, and the same file without transparency."""
+    pixels, files = np.random.default_rng(0).integers(0, 256, (20, 30, len(mode)), dtype=np.uint8), []
+    pixels[:10, :, -1] = 0
+    for image in (Image.fromarray(pixels, mode), Image.fromarray(pixels[..., :-1].squeeze())):
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG")
+        files.append(buffer.getvalue())
+    return files
+
+
+def test_other_colour_modes_transparency_and_orientation_are_treated_as_in_open_clip():
+    """The colours under transparent pixels show; they are not blended with a background."""
     theirs = import_open_clip().image_transform(16, is_train=False)
-    content = picture(3, 30, 20, kind, mode)
-    assert torch.equal(model_input(ImageTransform(16), content), theirs(Image.open(io.BytesIO(content))))
+    kinds = [("PNG", "L"), ("PNG", "P"), ("PNG", "1"), ("JPEG", "CMYK"), ("GIF", "P"), ("WEBP", "RGBA")]
+    pairs = list(map(transparent, ("RGBA", "LA")))
+    for content in [*(picture(3, 30, 20, *kind) for kind in kinds), rotated(), *(first for first, _ in pairs)]:
+        assert torch.equal(model_input(ImageTransform(16), content), theirs(Image.open(io.BytesIO(content))))
+    for first, opaque in pairs:
+        assert torch.equal(
+            *(ImageTransform(20, training=True)(content, seeds=(0, 0, 1)) for content in (first, opaque))
+        )
 
 
 def test_mean_and_standard_deviation_are_applied():
     content = smooth(8, 8, "PNG")
-    plain = model_input(ImageTransform(8, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)), content)
     pixels = torch.from_numpy(np.asarray(Image.open(io.BytesIO(content))).copy()).permute(2, 0, 1) / 255
-    assert_close(plain, pixels, WRITTEN)
     scaled = model_input(ImageTransform(8, mean=(0.5, 0.25, 0.0), std=(0.5, 0.5, 2.0)), content)
     expected = (pixels - torch.tensor([0.5, 0.25, 0.0])[:, None, None]) / torch.tensor([0.5, 0.5, 2.0])[:, None, None]
     assert_close(scaled, expected, WRITTEN)
-
-
-def test_the_training_crop_shows_the_region_of_its_box():
-    """The reference crops the same box with Pillow and resizes it.
-
-    A JPEG that is decoded at an eighth of its size is cropped at whole pixels of the small image.
-    """
-    for width, height, kind in [(60, 40, "PNG"), (500, 300, "JPEG"), (40, 60, "JPEG")]:
-        content = smooth(width, height, kind)
-        transform = ImageTransform(32, training=True, scale=(0.3, 0.6))
-        box = random_box((width, height), (0.3, 0.6), images_module._generator((1, 2, 3)))
-        left, top, w, h = box
-        cropped = Image.open(io.BytesIO(content)).crop((left, top, left + w, top + h)).resize((32, 32), Image.BICUBIC)
-        buffer = io.BytesIO()
-        cropped.save(buffer, "PNG")
-        expected = model_input(ImageTransform(32, resize_mode="squash"), buffer.getvalue())
-        assert (model_input(transform, content, seeds=(1, 2, 3)) - expected).abs().max() < 0.2  # of a range of about 4
+    for wrong in ({"interpolation": "nearest"}, {"resize_mode": "longest"}, {"scale": (0.0, 1.0)}):
+        with pytest.raises(ConfigError):
+            ImageTransform(16, **wrong)
 
 
 def test_the_crop_depends_on_seed_epoch_and_id_only():
@@ -102,17 +108,14 @@ def test_crops_have_torchvisions_distribution():
     from torchvision.transforms import RandomResizedCrop
 
     generator, image = np.random.default_rng(0), torch.zeros(3, 40, 60)
-    ours = np.array([random_box((60, 40), (0.2, 0.9), generator) for _ in range(4000)], dtype=float)
+    ours = np.array([random_box((60, 40), (0.2, 0.9), generator) for _ in range(2000)], dtype=float)
     torch.manual_seed(0)
-    theirs = [RandomResizedCrop.get_params(image, [0.2, 0.9], [3 / 4, 4 / 3]) for _ in range(4000)]
+    theirs = [RandomResizedCrop.get_params(image, [0.2, 0.9], [3 / 4, 4 / 3]) for _ in range(2000)]
     expected = np.array([(left, top, width, height) for top, left, height, width in theirs], dtype=float)
-    error = (ours.mean(0) - expected.mean(0)) / (expected.std(0) / np.sqrt(2000))
+    error = (ours.mean(0) - expected.mean(0)) / (expected.std(0) / np.sqrt(1000))
     assert (abs(error) < 4).all(), error
     assert (ours[:, 0] + ours[:, 2] <= 60).all() and (ours[:, 1] + ours[:, 3] <= 40).all()
-
-
-def test_images_of_extreme_shape_get_a_crop_at_the_centre():
-    generator = np.random.default_rng(0)
+    # images of extreme shape get a crop at the centre
     assert random_box((1000, 10), (0.9, 1.0), generator) == ((1000 - 13) // 2, 0, 13, 10)
     assert random_box((10, 1000), (0.9, 1.0), generator) == (0, (1000 - 13) // 2, 10, 13)
 
@@ -133,46 +136,15 @@ def test_draft_decoding_keeps_the_size_that_the_crop_needs():
     assert (got - expected).abs().mean() < 0.1  # 0.3 if decoded at half the size
 
 
-def test_other_image_formats_are_bad_samples():
-    buffer = io.BytesIO()
-    Image.new("RGB", (20, 20)).save(buffer, "PCX")
-    assert Image.open(io.BytesIO(buffer.getvalue())).size == (20, 20)
-    with pytest.raises(BadSample):
-        ImageTransform(16)(buffer.getvalue())
-
-
 @pytest.mark.parametrize("training", [False, True])
 def test_files_that_cannot_be_decoded_are_bad_samples(training):
     transform = ImageTransform(16, training=training)
-    jpeg = smooth(64, 64)
-    for content in (b"", b"text", jpeg[: len(jpeg) // 2], b"%!PS-Adobe EPSF-3.0\n", picture(0)[:40] + b"\0" * 40):
+    jpeg, pcx = smooth(64, 64), smooth(20, 20, "PCX")  # Pillow would open it
+    for content in (b"", b"text", jpeg[: len(jpeg) // 2], b"%!PS-Adobe EPSF-3.0\n", pcx, picture(0)[:40] + b"\0" * 40):
         with pytest.raises(BadSample) as caught:
             transform(content)
         assert caught.value.kind == "undecodable image"
         assert " object at 0x" not in caught.value.detail
-
-
-def test_decompression_bombs_are_bad_samples_before_decoding():
-    """The headers of files of a few kilobytes specify 40,000 x 40,000 and 12,000 x 12,000 pixels."""
-    header = picture(0, kind="PNG")
-    bomb = header[:16] + (40_000).to_bytes(4, "big") * 2 + header[24:]
-    import zlib
-
-    bomb = bomb[:29] + zlib.crc32(bomb[12:29]).to_bytes(4, "big") + bomb[33:]
-    with pytest.raises(BadSample):
-        ImageTransform(16)(bomb)
-    large = picture(0, kind="PNG")
-    large = large[:16] + (12_000).to_bytes(4, "big") * 2 + large[24:]
-    large = large[:29] + zlib.crc32(large[12:29]).to_bytes(4, "big") + large[33:]
-    with pytest.raises(BadSample) as caught:
-        ImageTransform(16)(large)
-    assert caught.value.kind == "image too large"
-
-
-def test_unknown_settings_are_errors():
-    for wrong in ({"interpolation": "nearest"}, {"resize_mode": "longest"}, {"scale": (0.0, 1.0)}):
-        with pytest.raises(ConfigError):
-            ImageTransform(16, **wrong)
 
 
 # ------------------------------------------------------------------------------------------------ decoders
@@ -220,20 +192,20 @@ def crop_of(monkeypatch):
 
 
 @pytest.mark.parametrize("options", JPEGS.values(), ids=JPEGS)
-@pytest.mark.parametrize("size", [(150, 90), (301, 333), (1000, 701), (2055, 1100)])
+@pytest.mark.parametrize("size", [(60, 40), (101, 111), (250, 170), (500, 300)])
 def test_simplejpeg_gives_the_pixels_of_pillow(crop_of, size, options):
     """The sizes are decoded at 1, 1/2, 1/4 and 1/8."""
     pytest.importorskip("simplejpeg")
     content = photograph(*size, **options)
     by_simplejpeg = isinstance(images_module._decoded(images_module.open_image(content), content), np.ndarray)
     assert by_simplejpeg == (options.get("mode") != "CMYK")
-    assert torch.equal(crop_of(content), crop_of(content, fast=False))
+    assert torch.equal(crop_of(content, 24), crop_of(content, 24, fast=False))
 
 
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 @pytest.mark.parametrize(("kind", "mode"), [("JPEG", "RGB"), ("JPEG", "CMYK"), ("PNG", "P"), ("WEBP", "RGBA")])
 def test_torch_and_pillow_resize_alike(crop_of, kind, mode, interpolation):
-    for size in ((90, 70), (333, 222), (640, 480)):
+    for size in ((90, 70), (333, 222)):
         content = photograph(*size, kind, mode)
         ours, oracle = (
             crop_of(content, torch_resizes=by_torch, interpolation=interpolation).int() for by_torch in (True, False)
@@ -248,7 +220,7 @@ def test_damaged_files_are_found_as_by_pillow(crop_of):
     found = {tuple: 0, torch.Tensor: 0}
     for options in JPEGS.values():
         whole = photograph(70, 50, **options)
-        for change in range(60):
+        for change in range(30):
             content, place = bytearray(whole), int(generator.integers(3, len(whole) if change % 2 else 600))
             content[place] = generator.integers(256)
             content = bytes(content[:place] if change % 3 == 0 else content)
@@ -256,7 +228,7 @@ def test_damaged_files_are_found_as_by_pillow(crop_of):
             assert type(ours) is type(oracle)
             assert torch.equal(ours, oracle) if isinstance(ours, torch.Tensor) else ours == oracle
             found[type(ours)] += 1
-    assert min(found.values()) > 50
+    assert min(found.values()) > 25
 
 
 # ------------------------------------------------------------------------------------------------ hostile, unusual
@@ -327,32 +299,3 @@ def test_images_without_a_known_range_of_values_are_bad_samples(pixels):
     for training in (True, False):
         with pytest.raises(BadSample, match=r"unsupported pixel format: .*8 or 16 bits per channel"):
             ImageTransform(16, training=training)(buffer.getvalue())
-
-
-@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
-def test_exif_orientation_is_ignored_as_in_open_clip(orientation):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    buffer = io.BytesIO()
-    Image.open(io.BytesIO(smooth(40, 30))).save(buffer, "JPEG", exif=exif, quality=95)
-    plain = io.BytesIO()
-    Image.open(io.BytesIO(smooth(40, 30))).save(plain, "JPEG", quality=95)
-    theirs = import_open_clip().image_transform(16, is_train=False)
-    ours = model_input(ImageTransform(16), buffer.getvalue())
-    assert torch.equal(ours, theirs(Image.open(io.BytesIO(buffer.getvalue()))))
-    assert torch.equal(ours, model_input(ImageTransform(16), plain.getvalue()))
-
-
-@pytest.mark.parametrize("mode", ["RGBA", "LA"])
-def test_transparency_is_dropped_as_in_open_clip(mode):
-    """The colours under transparent pixels show; they are not blended with a background."""
-    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, len(mode)), dtype=np.uint8)
-    pixels[:10, :, -1] = 0
-    buffer, opaque = io.BytesIO(), io.BytesIO()
-    Image.fromarray(pixels, mode).save(buffer, "PNG")
-    Image.fromarray(pixels[..., :-1].squeeze()).save(opaque, "PNG")
-    theirs = import_open_clip().image_transform(20, is_train=False)
-    ours = model_input(ImageTransform(20), buffer.getvalue())
-    assert torch.equal(ours, theirs(Image.open(io.BytesIO(buffer.getvalue()))))
-    training = ImageTransform(20, training=True, scale=(1.0, 1.0))
-    assert torch.equal(training(buffer.getvalue()), training(opaque.getvalue()))
