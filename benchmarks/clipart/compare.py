@@ -53,8 +53,7 @@ from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights
 from megaclip.data import EvaluationLoader, ImageTransform, LabelledDataset, Tokenizer, load_tokenizer
 from megaclip.engine.process_group import start_process_group
 from megaclip.engine.saved_model import load_saved_model
-from megaclip.evaluation import ModelEncoder
-from megaclip.evaluation.scores import ZeroShotTask, evaluate
+from megaclip.evaluation import ModelEncoder, class_weights, classify, evaluate_pairs
 from megaclip.evaluation.suite import find_tasks, open_task
 from megaclip.models import DualEncoder
 from megaclip.models.descriptions import load_model_config
@@ -442,10 +441,11 @@ class Scorer:
         scores: dict[str, float] = {}
         for part, key, data, batches in self._sets:
             if isinstance(data, LabelledDataset):
-                task = ZeroShotTask(batches, data.class_names, data.templates)
-                result = evaluate(encode, tokenizer=self._tokenizer, labelled=task).metrics
+                prompts = data.class_names, data.templates, self._tokenizer
+                found = classify(encode, batches, class_weights(encode, *prompts, prompt_batch_size=256))
+                result = {f"zero_shot_top{k}": found.accuracy(k) for k in (1, 5)}
             else:
-                result = evaluate(encode, tokenizer=self._tokenizer, pairs=batches).metrics
+                result = evaluate_pairs(encode, batches).metrics
                 for k in (1, 5):
                     result[f"retrieval_r{k}"] = (result[f"retrieval_r{k}_i2t"] + result[f"retrieval_r{k}_t2i"]) / 2
             scores |= {f"{part}{name} of {key}": float(value) for name, value in result.items() if name in SCORES}

@@ -57,7 +57,7 @@ def evaluate_saved(arguments: argparse.Namespace) -> None:
     from megaclip.comm.groups import group_rank
     from megaclip.engine.equal_inputs import data_text, require_equal
     from megaclip.engine.saved_model import load_saved_model
-    from megaclip.evaluation import ModelEncoder, evaluate_datasets
+    from megaclip.evaluation import Evaluator, ModelEncoder
 
     started = time.monotonic()
     with raise_on_all_ranks():
@@ -79,25 +79,23 @@ def evaluate_saved(arguments: argparse.Namespace) -> None:
         image_dtype=dtype,
         cut_captions=loaded.model.cut_captions,
     )
+    evaluator = Evaluator(
+        encode,
+        loaded.transform,
+        loaded.tokenizer,
+        arguments.batch_size,
+        arguments.workers,
+        text_batch_size=arguments.batch_size,
+    )
     if arguments.suite is not None:
         from megaclip.commands.evaluate_suite import evaluate_suite
 
-        evaluate_suite(arguments, loaded, encode)
+        evaluate_suite(arguments, loaded, evaluator)
         return
-    result, left_out = evaluate_datasets(
-        encode,
-        pairs=pairs,
-        labelled=labelled,
-        transform=loaded.transform,
-        tokenizer=loaded.tokenizer,
-        batch_size=arguments.batch_size,
-        num_workers=arguments.workers,
-        text_batch_size=arguments.batch_size,
-        group_captions=arguments.group_captions,
-    )
+    result = evaluator.evaluate(pairs, labelled, group_captions=arguments.group_captions)
     with raise_on_all_ranks():
         if group_rank() == 0:
-            report(arguments, loaded.tag, result, pairs, labelled, left_out, time.monotonic() - started)
+            report(arguments, loaded.tag, result, pairs, labelled, time.monotonic() - started)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -178,7 +176,6 @@ def report(
     result: Evaluation,
     pairs: PairDataset | None,
     labelled: LabelledDataset | None,
-    bad_samples: dict[str, int],
     seconds: float,
 ) -> None:
     """Print the scores, and write the files of --json and --pictures."""
@@ -199,7 +196,7 @@ def report(
         print_row("", "R@1", "R@5", "R@10")
         for name, way in (("image to text", "i2t"), ("text to image", "t2i")):
             print_row(name, *(metrics[f"retrieval_r{k}_{way}"] for k in (1, 5, 10)))
-    for kind, count in bad_samples.items():
+    for kind, count in result.bad_samples.items():
         print(f"left out: {count} samples ({kind})")
     print(f"\n{seconds:.1f} s on {group_size()} rank{'s' if group_size() > 1 else ''}")
     if arguments.json:
@@ -213,7 +210,7 @@ def report(
             "zeroshot_data": arguments.zeroshot_data,
             "precision": arguments.precision,
             "world_size": group_size(),
-            "bad_samples": bad_samples,
+            "bad_samples": result.bad_samples,
             "metrics": metrics,
         }
         with writing(arguments.json):

@@ -25,8 +25,8 @@ from megaclip.data.index import INDEX_FOLDER
 from megaclip.engine.equal_inputs import data_text, require_equal
 from megaclip.engine.saved_model import SavedModel
 from megaclip.errors import REFUSED_EXIT_CODE, ConfigError, DataError, public
-from megaclip.evaluation.encoder import Encode
-from megaclip.evaluation.suite import DATACOMP_TASKS, Task, TaskScorer, find_tasks, open_task, several_folders
+from megaclip.evaluation import Evaluator
+from megaclip.evaluation.suite import DATACOMP_TASKS, Task, find_tasks, open_task, score_task, several_folders
 from megaclip.files import write_atomically
 
 _FORMAT = 1
@@ -35,7 +35,7 @@ Line = dict[str, Any]
 """Line of the results file."""
 
 
-def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, encode: Encode) -> None:
+def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, evaluator: Evaluator) -> None:
     """Evaluate all tasks that have no result yet, and report. Every rank must call it.
 
     Raises:
@@ -58,9 +58,7 @@ def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, encode: Enc
     def progress(batches: Iterable[Any], name: str) -> Iterable[Any]:
         return tqdm(batches, name, unit="batch", leave=False, disable=True if group_rank() else None)
 
-    scorer = TaskScorer(
-        encode, model.transform, model.tokenizer, arguments.batch_size, arguments.workers, progress, arguments.probe
-    )
+    evaluator.progress = progress
     for task in counted:
         if task.key in lines:
             continue
@@ -70,7 +68,10 @@ def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, encode: Enc
             with raise_on_all_ranks():
                 data = open_task(task)
             require_equal({f"the task {task.key}": data_text(data)})
-            lines[task.key] = {**scorer.score(task, data), "checksum": checksums.get(task.key)}
+            lines[task.key] = {
+                **score_task(evaluator, task, data, probe=arguments.probe),
+                "checksum": checksums.get(task.key),
+            }
         except DataError as error:
             errors[task.key] = str(error)
             continue

@@ -30,8 +30,8 @@ from megaclip.engine.preflight import keep_more_graphs
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedule import RunLength, chosen_schedule, chosen_warmup
 from megaclip.errors import NonFiniteError
-from megaclip.evaluation import Evaluation, ModelEncoder, Progress, evaluate_datasets, example_pictures
-from megaclip.evaluation.suite import TaskScorer
+from megaclip.evaluation import Evaluator, ModelEncoder, example_pictures
+from megaclip.evaluation.suite import score_task
 from megaclip.logging import get_logger
 from megaclip.models.compilation import compiled_function, report_compilation
 from megaclip.planner import MemoryPlan
@@ -266,27 +266,20 @@ class Trainer:
             cut_captions=None if self.config.megaclip.cut_captions is False else engine.module.cut_captions,
         )
 
-        def progress(batches: Iterable[Any], name: str) -> Iterable[Any]:
-            return watched(metrics.progress(batches, name))
-
+        evaluator = Evaluator(
+            encode,
+            inputs.evaluation_transform,
+            inputs.tokenizer,
+            arguments.eval_batch_size,
+            arguments.workers,
+            progress=lambda batches, name: watched(metrics.progress(batches, name)),
+        )
         engine.eval()
         try:
             with self.average.in_model() if arguments.eval_ema else nullcontext():
-                scores, left_out = self._suite_scores(encode, progress)
-                result = Evaluation()
-                if inputs.validation is not None or inputs.labelled is not None:
-                    result, bad_samples = evaluate_datasets(
-                        encode,
-                        pairs=inputs.validation,
-                        labelled=inputs.labelled,
-                        transform=inputs.evaluation_transform,
-                        tokenizer=inputs.tokenizer,
-                        batch_size=arguments.eval_batch_size,
-                        num_workers=arguments.workers,
-                        group_captions=arguments.group_captions,
-                        progress=progress,
-                    )
-                    scores, left_out = result.metrics | scores, left_out + Counter(bad_samples)
+                scores, left_out = self._suite_scores(evaluator)
+                result = evaluator.evaluate(inputs.validation, inputs.labelled, group_captions=arguments.group_captions)
+                scores, left_out = result.metrics | scores, left_out + Counter(result.bad_samples)
         finally:
             engine.train()
         pictures = {}
@@ -295,20 +288,11 @@ class Trainer:
         metrics.record_evaluation(self.step, scores, pictures, left_out, of_average=arguments.eval_ema)
         return scores
 
-    def _suite_scores(self, encode: ModelEncoder, progress: Progress) -> tuple[dict[str, float], Counter[str]]:
+    def _suite_scores(self, evaluator: Evaluator) -> tuple[dict[str, float], Counter[str]]:
         """Return the main metrics of --suite by task with their mean, and the number of bad samples by kind."""
-        inputs, arguments = self.inputs, self.arguments
-        scorer = TaskScorer(
-            encode,
-            inputs.evaluation_transform,
-            inputs.tokenizer,
-            arguments.eval_batch_size,
-            arguments.workers,
-            progress,
-        )
         scores, left_out = dict[str, float](), Counter[str]()
-        for task, data in inputs.suite:
-            result = scorer.score(task, data)
+        for task, data in self.inputs.suite:
+            result = score_task(evaluator, task, data)
             if result["metrics"]["main_metric"] is not None:
                 scores[f"suite/{task.key}"] = float(result["metrics"]["main_metric"])
             left_out += Counter(result["bad_samples"])

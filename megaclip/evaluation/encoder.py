@@ -73,7 +73,6 @@ def encode_texts(
     texts: Sequence[str],
     tokenizer: Callable[[list[str]], torch.Tensor],
     *,
-    group: Any = None,
     batch_size: int,
     each: int = 1,
 ) -> torch.Tensor:
@@ -84,10 +83,10 @@ def encode_texts(
     batch_size: number of texts that a rank encodes at once. each: number of consecutive texts whose mean is one row.
     """
     count = len(texts) // each
-    per_rank = -(-count // group_size(group))
+    per_rank = -(-count // group_size())
     # Ranks without rows of their own encode the last row again, because no rank may skip a call. The last line removes
     # those rows.
-    mine = [min(group_rank(group) * per_rank + row, count - 1) for row in range(per_rank)]
+    mine = [min(group_rank() * per_rank + row, count - 1) for row in range(per_rank)]
     own = [text for row in mine for text in texts[row * each : (row + 1) * each]]
     features = []
     for start in range(0, len(own), batch_size):
@@ -95,32 +94,32 @@ def encode_texts(
         assert text_features is not None, "encode(tokens=...) returns text features"
         features.append(normalize(text_features.float(), dim=-1))
     means = torch.cat(features).unflatten(0, (per_rank, each)).mean(dim=1)
-    return gather_rows(normalize(means, dim=-1), group=group)[:count]
+    return gather_rows(normalize(means, dim=-1))[:count]
 
 
-def encode_images(encode: Encode, batches: Iterable[Any], *, group: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+def encode_images(encode: Encode, batches: Iterable[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the features (n, D) float32 of the images of all ranks, and [id, label] (n, 2) int64, sorted by id.
 
-    Every rank must call it, and has all rows. batches: as for `zero_shot.zero_shot`. Padding rows are left out.
+    Every rank must call it, and has all rows. batches: as for `zero_shot.classify`. Padding rows are left out.
     """
     features, facts = [], []
-    for batch in in_step(batches, group=group):
+    for batch in in_step(batches):
         image_features, _ = encode(images=batch.images)
         assert image_features is not None, "encode(images=...) returns image features"
         features.append(image_features)
         facts.append(torch.stack([batch.ids, batch.labels], dim=1).to(image_features.device))
-    all_features = gather_rows(torch.cat(features), group=group)
-    all_facts = gather_rows(torch.cat(facts), group=group)
+    all_features = gather_rows(torch.cat(features))
+    all_facts = gather_rows(torch.cat(facts))
     order = all_facts[:, 0].argsort()
     order = order[all_facts[order, 0] != PADDING_ID]
     return all_features[order], all_facts[order]
 
 
-def in_step(batches: Iterable[T], *, group: Any = None) -> Iterator[T]:
+def in_step(batches: Iterable[T]) -> Iterator[T]:
     """Yield `batches`. If any rank's loader fails, all ranks raise its error instead of waiting for that rank."""
     iterator = iter(batches)
     while True:
-        with raise_on_all_ranks(group=group):
+        with raise_on_all_ranks():
             batch = next(iterator, None)
         if batch is None:
             return

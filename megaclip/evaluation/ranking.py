@@ -17,6 +17,8 @@ import torch
 
 TIE_TOLERANCE = 1e-10
 """Largest difference of two similarities that counts as a tie."""
+TILE_BUDGET_MIB = 128.0
+"""Memory for one tile of similarities with its operands, in MiB."""
 
 # Bytes per element of a tile: its float64 similarity, that of the previous tile (not yet freed), and five masks.
 _TILE_BYTES = 8 + 8 + 5
@@ -24,9 +26,9 @@ _TILE_BYTES = 8 + 8 + 5
 _OPERAND_BYTES = 4 + 8
 
 
-def tile_side(feature_dim: int, tile_budget_mib: float) -> int:
-    """Return the side of the largest square tile that fits the budget together with its two operands; at least 1."""
-    budget = tile_budget_mib * 2**20
+def tile_side(feature_dim: int) -> int:
+    """Return the side of the largest square tile that fits TILE_BUDGET_MIB with its two operands; at least 1."""
+    budget = TILE_BUDGET_MIB * 2**20
     operands = _OPERAND_BYTES * feature_dim  # the larger root of _TILE_BYTES * side^2 + 2 * operands * side = budget
     side = (math.sqrt(operands**2 + _TILE_BYTES * budget) - operands) / _TILE_BYTES
     return max(1, int(side))

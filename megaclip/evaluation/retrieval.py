@@ -4,7 +4,7 @@ Every rank keeps the features that it encoded. Text features are gathered from a
 has the images computes each tile of similarities once and uses it for both directions. There are two passes: the first
 finds the similarity of every right answer, the second counts the wrong candidates ahead of it (`ranking.ahead` defines
 ties). Per rank, only its own features and a few scalars per caption grow with the dataset; all other memory fits
-`tile_budget_mib`.
+`ranking.TILE_BUDGET_MIB`.
 
 An image may have several captions (COCO and Flickr have five); each caption has the id of its image. From image to
 text, the rank is that of the image's best caption, and its other captions do not count as wrong candidates. From text
@@ -18,7 +18,7 @@ captions and images again from the dataset.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +31,8 @@ from megaclip.errors import DataError
 from megaclip.evaluation.ranking import ahead, nan_is_worst, similarity_tiles, tile_side
 
 RECALL_AT = (1, 5, 10)
-_RETRIEVED = 5
-"""Number of images in the example of a caption."""
+_QUERIES, _RETRIEVED = 8, 5
+"""Number of captions for which images are retrieved, and number of these images per caption."""
 
 
 class RetrievalRanks(NamedTuple):
@@ -49,22 +49,17 @@ def retrieval(
     text_features: torch.Tensor,
     image_ids: torch.Tensor,
     text_image_ids: torch.Tensor | None = None,
-    *,
-    group: Any = None,
-    tile_budget_mib: float = 128,
 ) -> dict[str, float]:
     """Return recall at 1, 5 and 10 over all ranks: `retrieval_r1_i2t` to `retrieval_r10_t2i`, equal on every rank.
 
     The arguments are those of `retrieval_ranks`. Image to text is a mean over images, text to image a mean over
     captions.
     """
-    ranks = retrieval_ranks(
-        image_features, text_features, image_ids, text_image_ids, group=group, tile_budget_mib=tile_budget_mib
-    )
+    ranks = retrieval_ranks(image_features, text_features, image_ids, text_image_ids)
     metrics = {}
     for direction, local in zip(("i2t", "t2i"), ranks, strict=True):
         hits = [(local < k).sum() for k in RECALL_AT]
-        *totals, count = sum_over_ranks(torch.stack([*hits, local.new_tensor(len(local))]), group=group).tolist()
+        *totals, count = sum_over_ranks(torch.stack([*hits, local.new_tensor(len(local))])).tolist()
         for k, total in zip(RECALL_AT, totals, strict=True):
             metrics[f"retrieval_r{k}_{direction}"] = total / count
     return metrics
@@ -75,9 +70,6 @@ def retrieval_ranks(
     text_features: torch.Tensor,
     image_ids: torch.Tensor,
     text_image_ids: torch.Tensor | None = None,
-    *,
-    group: Any = None,
-    tile_budget_mib: float = 128,
 ) -> RetrievalRanks:
     """Return exact ranks of this process's images and captions among those of all processes.
 
@@ -88,7 +80,6 @@ def retrieval_ranks(
         text_features: this rank's text features (m, D), of unit length, any floating dtype.
         image_ids: id of each image (n,) int64, unique over all ranks.
         text_image_ids: id of each caption's image (m,) int64; None: `image_ids`, one caption per image.
-        tile_budget_mib: memory for one tile of similarities with its operands, in MiB.
 
     Raises:
         DataError: on every rank, if an id is repeated, a caption's image is missing, or an image has no caption.
@@ -96,10 +87,10 @@ def retrieval_ranks(
     if text_image_ids is None:
         text_image_ids = image_ids
     images = _without_padding(image_features, image_ids)
-    side = tile_side(image_features.shape[1], tile_budget_mib)
-    visits = _Visits(_without_padding(text_features, text_image_ids), side, group)
-    _check_matching(_of_all(images.ids, group), visits.ids)
-    image_best, text_best = _right_answers(images, visits, group)
+    side = tile_side(image_features.shape[1])
+    visits = _Visits(_without_padding(text_features, text_image_ids), side)
+    _check_matching(_of_all(images.ids), visits.ids)
+    image_best, text_best = _right_answers(images, visits)
 
     image_rank, text_rank = torch.zeros_like(images.ids), torch.zeros_like(visits.ids)
     for place, features in visits:
@@ -108,7 +99,7 @@ def retrieval_ranks(
             wrong = (images.ids[rows, None] != ids) & (ids != PADDING_ID)
             image_rank[rows] += ahead(similarities, image_best[rows, None], wrong).sum(dim=1)
             text_rank[place] += ahead(similarities, text_best[place], wrong).sum(dim=0)
-    return RetrievalRanks(image_rank, visits.own(sum_over_ranks(text_rank, group=group)))
+    return RetrievalRanks(image_rank, visits.own(sum_over_ranks(text_rank)))
 
 
 class _Rows(NamedTuple):
@@ -125,11 +116,11 @@ def _without_padding(features: torch.Tensor, ids: torch.Tensor) -> _Rows:
     return _Rows(features[kept], ids[kept])
 
 
-def _of_all(rows: torch.Tensor, group: Any, multiple: int = 1) -> torch.Tensor:
+def _of_all(rows: torch.Tensor, multiple: int = 1) -> torch.Tensor:
     """Return the rows of all ranks, each rank's padded with PADDING_ID to the same multiple of `multiple`."""
-    longest = max(1, *(count for (count,) in gather_integers([len(rows)], group=group)))
+    longest = max(1, *(count for (count,) in gather_integers([len(rows)])))
     padding = rows.new_full((longest + -longest % multiple - len(rows), *rows.shape[1:]), PADDING_ID)
-    return gather_rows(torch.cat([rows, padding]), group=group)
+    return gather_rows(torch.cat([rows, padding]))
 
 
 class _Visits:
@@ -139,11 +130,10 @@ class _Visits:
     per caption of all ranks. Short pieces are padded. Every rank must iterate to the end.
     """
 
-    def __init__(self, texts: _Rows, side: int, group: Any) -> None:
-        self._texts, self._group = texts, group
-        self._world_size = group_size(group)
+    def __init__(self, texts: _Rows, side: int) -> None:
+        self._texts, self._world_size = texts, group_size()
         self._piece = max(1, side // self._world_size)
-        by_rank = _of_all(texts.ids, group, self._piece).view(self._world_size, -1, self._piece)
+        by_rank = _of_all(texts.ids, self._piece).view(self._world_size, -1, self._piece)
         self.ids = by_rank.transpose(0, 1).reshape(-1)
         """Image ids of the captions of all ranks, in the order of the visits, int64."""
 
@@ -151,16 +141,16 @@ class _Visits:
         width = self._piece * self._world_size
         for visit in range(len(self.ids) // width):
             own = self._texts.features[visit * self._piece : (visit + 1) * self._piece]
-            features = gather_rows(pad(own, (0, 0, 0, self._piece - len(own))), group=self._group)
+            features = gather_rows(pad(own, (0, 0, 0, self._piece - len(own))))
             yield slice(visit * width, (visit + 1) * width), features
 
     def own(self, values: torch.Tensor) -> torch.Tensor:
         """Return this rank's part (m,) of a vector in the order of the visits."""
-        by_rank = values.view(-1, self._world_size, self._piece)[:, group_rank(self._group)]
+        by_rank = values.view(-1, self._world_size, self._piece)[:, group_rank()]
         return by_rank.reshape(-1)[: len(self._texts.ids)]
 
 
-def _right_answers(images: _Rows, visits: _Visits, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _right_answers(images: _Rows, visits: _Visits) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the similarities of right answers, float64, with -inf instead of NaN.
 
     They are those of each local image and the best of its captions, (n,), and of each caption of all ranks and its
@@ -178,7 +168,7 @@ def _right_answers(images: _Rows, visits: _Visits, group: Any) -> tuple[torch.Te
         similarity = nan_is_worst((images.features[image].double() * features[here].double()).sum(dim=1))
         image_best.scatter_reduce_(0, image, similarity, reduce="amax")
         text_best[place][here] = similarity
-    return image_best, sum_over_ranks(text_best, group=group)
+    return image_best, sum_over_ranks(text_best)
 
 
 def _check_matching(image_ids: torch.Tensor, text_image_ids: torch.Tensor) -> None:
@@ -225,30 +215,26 @@ def retrieval_examples(
     text_features: torch.Tensor,
     image_ids: torch.Tensor,
     text_ids: torch.Tensor,
-    example_ids: np.ndarray,
-    *,
-    query_count: int = 8,
-    group: Any = None,
+    count: int,
 ) -> RetrievalExamples:
-    """Collect examples from all ranks. Every rank must call it.
+    """Collect at most `count` examples from all ranks, evenly spaced by their ids. Every rank must call it.
 
     Args:
         image_features: this rank's image features (n, D), of unit length.
         text_features: this rank's text features (m, D), of unit length.
         image_ids: id of each image (n,), unique over all ranks; -1 marks padding.
-        text_ids: id of each caption's image (m,), unique over all ranks; -1 marks padding.
-        example_ids: ids of the examples (k,), each of one image and its caption.
-        query_count: number of captions for which images are retrieved.
+        text_ids: id of each caption's image (m,), unique over all ranks; -1 marks padding. Every image has one.
     """
-    chosen_ids = torch.as_tensor(example_ids, device=image_ids.device)
-    images = _collect(image_features, image_ids, chosen_ids, group)
-    texts = _collect(text_features, text_ids, chosen_ids, group)
-    queries = torch.as_tensor(spread(np.arange(len(example_ids)), query_count), device=chosen_ids.device)
-
     kept = image_ids != PADDING_ID
-    all_ids = _of_all(image_ids[kept], group)
-    similarities = _of_all(image_features[kept].double() @ texts[queries].T, group)[all_ids != PADDING_ID].T
-    all_ids = all_ids[all_ids != PADDING_ID]
+    gathered = _of_all(image_ids[kept])
+    is_image = gathered != PADDING_ID
+    all_ids = gathered[is_image]
+    example_ids = spread(np.sort(all_ids.cpu().numpy()), count)
+    chosen_ids = torch.as_tensor(example_ids, device=image_ids.device)
+    images, texts = _collect(image_features, image_ids, chosen_ids), _collect(text_features, text_ids, chosen_ids)
+    queries = torch.as_tensor(spread(np.arange(len(example_ids)), _QUERIES), device=chosen_ids.device)
+
+    similarities = _of_all(image_features[kept].double() @ texts[queries].T)[is_image].T
     own = (texts[queries] * images[queries]).sum(dim=1)
     is_ahead = ahead(similarities, own[:, None], all_ids != chosen_ids[queries, None])
     found = nan_is_worst(similarities).topk(min(_RETRIEVED, len(all_ids)), dim=1)
@@ -263,9 +249,9 @@ def retrieval_examples(
     )
 
 
-def _collect(features: torch.Tensor, ids: torch.Tensor, chosen_ids: torch.Tensor, group: Any) -> torch.Tensor:
+def _collect(features: torch.Tensor, ids: torch.Tensor, chosen_ids: torch.Tensor) -> torch.Tensor:
     """Return the features (k, D) float64 of the rows with the ids `chosen_ids` (k,), from all ranks."""
     collected = torch.zeros(len(chosen_ids), features.shape[1], dtype=torch.float64, device=features.device)
     place, row = torch.nonzero(chosen_ids[:, None] == ids, as_tuple=True)
     collected[place] = features[row].double()
-    return sum_over_ranks(collected, group=group)
+    return sum_over_ranks(collected)

@@ -1,12 +1,13 @@
-"""Evaluate a model: retrieval and zero-shot classification in one call.
+"""Evaluate a model on datasets: retrieval of image-caption pairs and zero-shot classification.
 
-`evaluate_datasets` reads opened datasets; training runs and `megaclip evaluate` use it. `evaluate` takes the batches of
-evaluation loaders: the same number on every rank, with id -1 at padding rows. An `Encode` computes the features. Every
-rank calls `encode` equally often, so it works under ZeRO-3.
+`Evaluator` reads opened datasets. Training runs and `megaclip evaluate` use it, also for the tasks of a `suite`.
+`evaluate_pairs` takes the batches of an evaluation loader: the same number on every rank, with id -1 at padding rows.
+An `Encode` computes the features. Every rank calls `encode` equally often, so it works under ZeRO-3.
 """
 
+import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,29 +17,17 @@ from megaclip.comm.collectives import gather_integers, gather_rows, sum_counts, 
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.data import EvaluationLoader, ImageTransform, LabelledDataset, PairDataset, Tokenizer
 from megaclip.data.batch import PADDING_ID
+from megaclip.data.reading import ReadableSet
 from megaclip.errors import DataError
 from megaclip.evaluation.encoder import Encode, in_step
-from megaclip.evaluation.retrieval import RetrievalExamples, retrieval, retrieval_examples, spread
+from megaclip.evaluation.retrieval import RetrievalExamples, retrieval, retrieval_examples
 from megaclip.evaluation.zero_shot import class_weights, classify
 from megaclip.logging import get_logger, log_once
 
 _logger = get_logger(__name__)
 
-Tokenize = Callable[[list[str]], torch.Tensor]
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 """Function of (batches, name of the evaluation) that returns the same batches and shows the progress over them."""
-
-
-@dataclass(frozen=True)
-class ZeroShotTask:
-    """Labelled images and their classes."""
-
-    batches: Iterable[Any]
-    """This rank's `LabelledBatch`es."""
-    class_names: Sequence[str]
-    """Name of each class, in the order of the labels."""
-    templates: Sequence[str]
-    """Prompts, each with `{c}` at the place of the class name."""
 
 
 @dataclass(frozen=True)
@@ -49,102 +38,84 @@ class Evaluation:
     """Metrics by name, each between 0 and 1."""
     examples: RetrievalExamples | None = None
     """Data of the evaluation pictures; None without retrieval."""
+    bad_samples: dict[str, int] = field(default_factory=dict)
+    """Number of bad samples that all ranks left out, by kind."""
 
 
-def evaluate_datasets(
-    encode: Encode,
-    *,
-    pairs: PairDataset | None,
-    labelled: LabelledDataset | None,
-    transform: ImageTransform,
-    tokenizer: Tokenizer,
-    batch_size: int,
-    num_workers: int,
-    text_batch_size: int = 256,
-    group_captions: bool = False,
-    progress: Progress = lambda batches, _: batches,
-) -> tuple[Evaluation, dict[str, int]]:
-    """Return the evaluation, and the number of bad samples that all ranks left out of it, by kind.
+@dataclass
+class Evaluator:
+    """Evaluates datasets with one model. Every rank must call its methods for the same data."""
 
-    Every rank must call it.
+    encode: Encode
+    transform: ImageTransform
+    tokenizer: Tokenizer
+    batch_size: int
+    """Number of images, with their captions, that a rank encodes at once."""
+    num_workers: int
+    """Number of data worker processes per rank."""
+    text_batch_size: int = 256
+    """Number of prompts, and of captions of a suite's items, that a rank encodes at once."""
+    progress: Progress = lambda batches, _: batches
+    _weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    Args:
-        pairs: dataset for retrieval, or None.
-        labelled: dataset for zero-shot classification, or None. At least one dataset is required.
-        batch_size: number of images that a rank encodes at once.
-        num_workers: number of data worker processes per rank.
-        text_batch_size: number of prompts that a rank encodes at once.
-        group_captions: every line of a text in `pairs` is a caption.
-        progress: shows the progress over the batches.
+    def evaluate(
+        self, pairs: PairDataset | None, labelled: LabelledDataset | None, *, group_captions: bool = False
+    ) -> Evaluation:
+        """Return the scores of retrieval of `pairs` and zero-shot classification of `labelled`, if given.
 
-    Raises:
-        DataError: on every rank, if the data cannot be evaluated.
-    """
-    loaders: list[EvaluationLoader] = []
+        group_captions: every line of a text in `pairs` is a caption. Raises DataError on every rank, if the data cannot
+        be evaluated.
+        """
+        metrics, examples, bad_samples = dict[str, float](), None, Counter[str]()
+        if labelled is not None:
+            loader = self.loader(labelled)
+            found = classify(self.encode, self.progress(loader, "zero-shot"), self.class_weights(labelled))
+            metrics |= {f"zero_shot_top{k}": found.accuracy(k) for k in (1, 5)}
+            bad_samples.update(sum_counts(loader.bad_counts))
+        if pairs is not None:
+            loader = self.loader(pairs, by_line=group_captions)
+            result = evaluate_pairs(self.encode, self.progress(loader, "retrieval"))
+            metrics, examples = metrics | result.metrics, result.examples
+            bad_samples.update(sum_counts(loader.bad_counts))
+        return Evaluation(metrics, examples, dict(bad_samples.most_common()))
 
-    def batches(dataset: PairDataset | LabelledDataset, tokenizer: Tokenizer | None, name: str) -> Iterable[Any]:
-        loader = EvaluationLoader(
-            dataset,
-            transform,
-            tokenizer,
-            batch_size=batch_size,
+    def loader(self, data: ReadableSet, *, by_line: bool = True) -> EvaluationLoader:
+        """Return this rank's loader of a dataset. by_line: every line of a text is a caption."""
+        return EvaluationLoader(
+            data,
+            self.transform,
+            self.tokenizer if isinstance(data, PairDataset) else None,
+            batch_size=self.batch_size,
             rank=group_rank(),
             world_size=group_size(),
-            num_workers=num_workers,
-            by_line=group_captions,
+            num_workers=self.num_workers,
+            by_line=by_line,
         )
-        loaders.append(loader)
-        return progress(loader, name)
 
-    task = None
-    if labelled is not None:
-        task = ZeroShotTask(batches(labelled, None, "zero-shot"), labelled.class_names, labelled.templates)
-    result = evaluate(
-        encode,
-        tokenizer=tokenizer,
-        pairs=None if pairs is None else batches(pairs, tokenizer, "retrieval"),
-        labelled=task,
-        text_batch_size=text_batch_size,
-    )
-    return result, sum_counts(sum((Counter(loader.bad_counts) for loader in loaders), Counter()))
+    def class_weights(self, data: LabelledDataset) -> torch.Tensor:
+        """Return the class embeddings (C, D) of a dataset. Equal classes and templates are encoded once."""
+        key = json.dumps([data.class_names, data.templates])
+        if key not in self._weights:  # several sets of a suite have the classes of ImageNet
+            self._weights[key] = class_weights(
+                self.encode, data.class_names, data.templates, self.tokenizer, prompt_batch_size=self.text_batch_size
+            )
+        return self._weights[key]
 
 
-def evaluate(
-    encode: Encode,
-    *,
-    tokenizer: Tokenize,
-    pairs: Iterable[Any] | None = None,
-    labelled: ZeroShotTask | None = None,
-    example_count: int = 32,
-    text_batch_size: int = 256,
-) -> Evaluation:
-    """Evaluate retrieval of `pairs` and zero-shot classification of `labelled`, if given. Every rank must call it.
+def evaluate_pairs(encode: Encode, batches: Iterable[Any], *, example_count: int = 32) -> Evaluation:
+    """Return the scores of retrieval over all ranks, with examples. Every rank must call it.
 
     Args:
-        pairs: this rank's `EvaluationBatch`es of held-out image-caption pairs, or None. Pairs with equal images are one
-            image with several captions.
-        labelled: images and classes for zero-shot classification, or None.
+        batches: this rank's `EvaluationBatch`es of image-caption pairs. Pairs with equal images are one image with
+            several captions.
         example_count: number of images and captions in the similarity picture.
-        text_batch_size: number of prompts that a rank encodes at once.
 
     Raises:
-        DataError: neither `pairs` nor `labelled` is given, or images and captions do not match.
+        DataError: there are no pairs, or images and captions do not match.
     """
-    metrics: dict[str, float] = {}
-    examples = None
-    if labelled is not None:
-        names, templates = labelled.class_names, labelled.templates
-        weights = class_weights(encode, names, templates, tokenizer, prompt_batch_size=text_batch_size)
-        ranks = classify(encode, labelled.batches, weights).ranks
-        metrics |= {f"zero_shot_top{k}": float((ranks < k).mean()) for k in (1, 5)}
-    if pairs is not None:
-        images, texts, image_ids, text_image_ids, leading_ids = _encode_pairs(encode, pairs)
-        metrics |= retrieval(images, texts, image_ids, text_image_ids)
-        all_ids = torch.nonzero(_present(image_ids)).flatten().cpu().numpy()
-        examples = retrieval_examples(images, texts, image_ids, leading_ids, spread(all_ids, example_count))
-    if not metrics:
-        raise DataError("evaluation requires image-caption pairs or labelled images, got neither")
-    return Evaluation(metrics, examples)
+    images, texts, image_ids, text_image_ids, leading_ids = _encode_pairs(encode, batches)
+    examples = retrieval_examples(images, texts, image_ids, leading_ids, example_count)
+    return Evaluation(retrieval(images, texts, image_ids, text_image_ids), examples)
 
 
 def _encode_pairs(encode: Encode, pairs: Iterable[Any]) -> tuple[torch.Tensor, ...]:
@@ -216,11 +187,3 @@ def _warn_of_lines(caption_lines: torch.Tensor) -> None:
             f"{several} texts of --val-data have several lines, and each text is one caption; --group-captions makes "
             "each line a caption of its own",
         )
-
-
-def _present(ids: torch.Tensor) -> torch.Tensor:
-    """Return (highest id + 1,) bool, True at the image ids that occur on any rank."""
-    count = 1 + max(value for (value,) in gather_integers([int(ids.max())]))
-    present = torch.zeros(count, dtype=torch.int64, device=ids.device)
-    present[ids[ids != PADDING_ID]] = 1
-    return sum_over_ranks(present) > 0

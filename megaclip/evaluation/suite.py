@@ -8,7 +8,7 @@ of its images. Other sets have the main metric of their kind, such as accuracy.
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,17 @@ import torch
 
 from megaclip.comm.collectives import raise_on_all_ranks, sum_counts
 from megaclip.comm.groups import group_rank, group_size
-from megaclip.data import EvaluationLoader, ImageTransform, LabelledDataset, PairDataset, Tokenizer, open_pairs
+from megaclip.data import LabelledDataset, PairDataset, open_pairs
 from megaclip.data.labelled import CLASS_NAMES_FILE, has_train_split, open_labelled, split_shards, text_lines
 from megaclip.errors import DataError, os_reason
 from megaclip.evaluation import task_metrics
-from megaclip.evaluation.encoder import Encode, encode_images, encode_texts
+from megaclip.evaluation.encoder import encode_images, encode_texts
 from megaclip.evaluation.items import Item, ItemSet, item_files, open_items
 from megaclip.evaluation.probe import linear_probe, nearest_neighbours
 from megaclip.evaluation.retrieval import RECALL_AT, retrieval
-from megaclip.evaluation.scores import Progress, evaluate
+from megaclip.evaluation.scores import Evaluator, evaluate_pairs
 from megaclip.evaluation.task_metrics import Metrics
-from megaclip.evaluation.zero_shot import class_weights, classify
+from megaclip.evaluation.zero_shot import classify
 
 DATASET_TYPE_FILE = "dataset_type.txt"
 DATACOMP_TASKS: dict[str, dict[str, Any]] = json.loads(
@@ -115,142 +115,115 @@ def several_folders(key: str) -> str:
     return f"several folders are {key}; keep one of them in the suite, or rename the others"
 
 
-@dataclass
-class TaskScorer:
-    """Computes the metrics of tasks with one model. Every rank must call it for the same tasks."""
+def score_task(evaluator: Evaluator, task: Task, data: TaskData, *, probe: bool = False) -> dict[str, Any]:
+    """Return the line of a task in the results file, equal on every rank. Every rank must call it.
 
-    encode: Encode
-    transform: ImageTransform
-    tokenizer: Tokenizer
-    batch_size: int
-    """Number of images, and of texts, that a rank encodes at once."""
-    num_workers: int
-    """Number of data worker processes per rank."""
-    progress: Progress
-    """Shows the progress over the batches."""
-    probe: bool = False
-    """Fit a linear probe and find nearest neighbours for classification sets with a train split."""
-    _weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    Raises DataError on every rank.
 
-    def score(self, task: Task, data: TaskData) -> dict[str, Any]:
-        """Return the line of a task in the results file, equal on every rank. data: from `open_task`.
-
-        Raises DataError on every rank.
-        """
-        dataset = task.settings.get("dataset", task.key)
-        loader = self._loader(data)
-        batches, lost = self.progress(loader, dataset), dict[str, int]()
-        if isinstance(data, LabelledDataset):
-            metrics, main, samples = self._classification(task, data, batches)
-            if self.probe and not data.has_several_labels and has_train_split(task.folder):
-                probed, lost = self._probe(task, data)
-                metrics |= probed
-        elif isinstance(data, ItemSet):
-            metrics, main, samples = self._items(data, batches)
-            lost = {"items with an unreadable image": len(data.items) - samples} if samples < len(data.items) else {}
-        else:
-            result = evaluate(self.encode, tokenizer=self.tokenizer, pairs=batches)
-            assert result.examples is not None, "evaluate(pairs=...) returns examples"
-            metrics, main, samples = {**_recall(result.metrics)}, "mean_recall@1", result.examples.candidates
-        bad_samples = sum_counts(loader.bad_counts) | lost
-        main = task.settings.get("main_metric", main)
-        if main not in metrics:
-            raise DataError(
-                f"{task.folder}: the metric of {dataset} is {main}, but this set gives {', '.join(metrics)}; rename "
-                "the folder if it holds another set"
-            )
-        metrics["main_metric"] = metrics[main]
-        facts = {"metric": main, "samples": samples, "bad_samples": bad_samples}
-        return {"key": task.key, "dataset": dataset, "metrics": metrics, **facts}
-
-    def _loader(self, data: TaskData) -> EvaluationLoader:
-        return EvaluationLoader(
-            data,
-            self.transform,
-            self.tokenizer if isinstance(data, PairDataset) else None,
-            batch_size=self.batch_size,
-            rank=group_rank(),
-            world_size=group_size(),
-            num_workers=self.num_workers,
-            by_line=True,
+    data: from `open_task`. probe: fit a linear probe and find nearest neighbours for classification sets with a train
+    split.
+    """
+    dataset = task.settings.get("dataset", task.key)
+    loader = evaluator.loader(data)
+    batches, lost = evaluator.progress(loader, dataset), dict[str, int]()
+    if isinstance(data, LabelledDataset):
+        metrics, main, samples = _classification(evaluator, task, data, batches)
+        if probe and not data.has_several_labels and has_train_split(task.folder):
+            probed, lost = _probe(evaluator, task, data)
+            metrics |= probed
+    elif isinstance(data, ItemSet):
+        metrics, main, samples = _items(evaluator, data, batches)
+        lost = {"items with an unreadable image": len(data.items) - samples} if samples < len(data.items) else {}
+    else:
+        result = evaluate_pairs(evaluator.encode, batches)
+        assert result.examples is not None, "evaluate_pairs returns examples"
+        metrics, main, samples = {**_recall(result.metrics)}, "mean_recall@1", result.examples.candidates
+    bad_samples = sum_counts(loader.bad_counts) | lost
+    main = task.settings.get("main_metric", main)
+    if main not in metrics:
+        raise DataError(
+            f"{task.folder}: the metric of {dataset} is {main}, but this set gives {', '.join(metrics)}; rename "
+            "the folder if it holds another set"
         )
+    metrics["main_metric"] = metrics[main]
+    facts = {"metric": main, "samples": samples, "bad_samples": bad_samples}
+    return {"key": task.key, "dataset": dataset, "metrics": metrics, **facts}
 
-    def _probe(self, task: Task, data: LabelledDataset) -> tuple[Metrics, dict[str, int]]:
-        """Return the metrics on frozen features, and the number of training images that are left out, by kind."""
-        with raise_on_all_ranks():
-            train = open_labelled(task.folder, split="train")
-            if train.class_names != data.class_names:
-                raise DataError(f"{task.folder}: the train split has other classes than the test split")
-        loaders = [self._loader(own) for own in (train, data)]
-        sets = [encode_images(self.encode, self.progress(loader, task.key)) for loader in loaders]
-        (features, facts), (test, test_facts) = sets
-        if not len(features):
-            raise DataError(f"{task.folder}: no image of the train split can be read")
-        lost = {f"{kind}, in the train split": count for kind, count in sum_counts(loaders[0].bad_counts).items()}
-        arguments = features, facts[:, 1], test, len(data.class_names)
-        labels, (linear, strength) = test_facts[:, 1].cpu().numpy(), linear_probe(*arguments)
-        recalls = [float(np.mean((linear == label)[labels == label])) for label in np.unique(labels)]
-        metrics: Metrics = {
-            "lp_acc1": float(np.mean(linear == labels)),
-            "lp_mean_per_class_recall": float(np.mean(recalls)),
-            "lp_C": strength,
-            "knn_acc1": float(np.mean(nearest_neighbours(*arguments) == labels)),
-        }
-        return metrics, lost
 
-    def _texts(self, texts: list[str]) -> torch.Tensor:
-        return encode_texts(self.encode, texts, self.tokenizer, batch_size=self.batch_size)
+def _probe(evaluator: Evaluator, task: Task, data: LabelledDataset) -> tuple[Metrics, dict[str, int]]:
+    """Return the metrics on frozen features, and the number of training images that are left out, by kind."""
+    with raise_on_all_ranks():
+        train = open_labelled(task.folder, split="train")
+        if train.class_names != data.class_names:
+            raise DataError(f"{task.folder}: the train split has other classes than the test split")
+    loaders = [evaluator.loader(own) for own in (train, data)]
+    sets = [encode_images(evaluator.encode, evaluator.progress(loader, task.key)) for loader in loaders]
+    (features, facts), (test, test_facts) = sets
+    if not len(features):
+        raise DataError(f"{task.folder}: no image of the train split can be read")
+    lost = {f"{kind}, in the train split": count for kind, count in sum_counts(loaders[0].bad_counts).items()}
+    arguments = features, facts[:, 1], test, len(data.class_names)
+    labels, (linear, strength) = test_facts[:, 1].cpu().numpy(), linear_probe(*arguments)
+    recalls = [float(np.mean((linear == label)[labels == label])) for label in np.unique(labels)]
+    metrics: Metrics = {
+        "lp_acc1": float(np.mean(linear == labels)),
+        "lp_mean_per_class_recall": float(np.mean(recalls)),
+        "lp_C": strength,
+        "knn_acc1": float(np.mean(nearest_neighbours(*arguments) == labels)),
+    }
+    return metrics, lost
 
-    def _classification(self, task: Task, data: LabelledDataset, batches: Iterable[Any]) -> tuple[Metrics, str, int]:
-        names = json.dumps([data.class_names, data.templates])
-        if names not in self._weights:  # several sets have the classes of ImageNet
-            self._weights[names] = class_weights(
-                self.encode, data.class_names, data.templates, self.tokenizer, prompt_batch_size=self.batch_size
-            )
-        weights = self._weights[names]
-        if data.has_several_labels:
-            features, facts = encode_images(self.encode, batches)
-            scores = (features.double() @ weights.double().T).cpu().numpy()
-            precision = task_metrics.mean_average_precision(scores, _facts(data, facts[:, 0].tolist()) == 1)
-            return {"mean_average_precision": precision}, "mean_average_precision", len(scores)
-        found = classify(self.encode, batches, weights)
-        metrics = task_metrics.accuracy_metrics(found, len(weights))
-        if groups := task.settings.get("groups", {}):
-            columns = dict(zip(task.settings["fields"], _facts(data, found.ids.tolist()).T, strict=True))
-            for name, worst in groups.items():
-                hits = found.ranks < (5 if "_top5_" in worst else 1)
-                metrics |= task_metrics.group_metrics(hits, columns[name], name, worst.rpartition("_w")[0], worst)
-        return metrics, "acc1", len(found.ids)
 
-    def _items(self, data: ItemSet, batches: Iterable[Any]) -> tuple[Metrics, str, int]:
-        features, facts = encode_images(self.encode, batches)
-        row = {image: number for number, image in enumerate(facts[:, 0].tolist())}
-        items = [item for item in data.items if all(image in row for image in item.images)]
-        if not items:
-            raise DataError(f"{data.name}: the images of all {len(data.items)} items are missing or unreadable")
-        if items[0].language:
-            return self._languages(data, items, features, row), "mean_recall@1", len(items)
-        images, texts = (rows.double().cpu().numpy() for rows in (features, self._texts(data.captions)))
-        similarities = [images[[row[k] for k in item.images]] @ texts[list(item.captions)].T for item in items]
-        if items[0].right:
-            is_right = [np.isin(item.images, item.right) for item in items]
-            metrics = task_metrics.association_metrics([values[:, 0] for values in similarities], is_right)
-            return metrics, "jaccard_score_10-12", len(items)
-        return task_metrics.selection_metrics(similarities), "acc", len(items)
+def _classification(
+    evaluator: Evaluator, task: Task, data: LabelledDataset, batches: Iterable[Any]
+) -> tuple[Metrics, str, int]:
+    """Return the metrics of labelled images, the name of the main one, and the number of images."""
+    weights = evaluator.class_weights(data)
+    if data.has_several_labels:
+        features, facts = encode_images(evaluator.encode, batches)
+        scores = (features.double() @ weights.double().T).cpu().numpy()
+        precision = task_metrics.mean_average_precision(scores, _facts(data, facts[:, 0].tolist()) == 1)
+        return {"mean_average_precision": precision}, "mean_average_precision", len(scores)
+    found = classify(evaluator.encode, batches, weights)
+    metrics = task_metrics.accuracy_metrics(found, len(weights))
+    if groups := task.settings.get("groups", {}):
+        columns = dict(zip(task.settings["fields"], _facts(data, found.ids.tolist()).T, strict=True))
+        for name, worst in groups.items():
+            hits = found.ranks < (5 if "_top5_" in worst else 1)
+            metrics |= task_metrics.group_metrics(hits, columns[name], name, worst.rpartition("_w")[0], worst)
+    return metrics, "acc1", len(found.ids)
 
-    def _languages(self, data: ItemSet, items: list[Item], features: torch.Tensor, row: dict[int, int]) -> Metrics:
-        """Return recalls of each language, as `image_retrieval_recall@1/en`, and their means over the languages."""
-        found: dict[str, dict[str, float]] = {}
-        for language in sorted({item.language for item in items}):
-            own = [item for item in items if item.language == language]
-            texts = self._texts([data.captions[item.captions[0]] for item in own])
-            ids = torch.tensor([item.images[0] for item in own], device=features.device)
-            images = features[[row[item.images[0]] for item in own]]
-            mine = slice(group_rank(), None, group_size())
-            found[language] = _recall(retrieval(images[mine], texts[mine], ids[mine]))
-        names = next(iter(found.values()))
-        means: Metrics = {name: float(np.mean([of[name] for of in found.values()])) for name in names}
-        return means | {f"{name}/{language}": of[name] for language, of in found.items() for name in names}
+
+def _items(evaluator: Evaluator, data: ItemSet, batches: Iterable[Any]) -> tuple[Metrics, str, int]:
+    """Return the metrics of items, the name of the main one, and the number of items whose images can be read."""
+    features, facts = encode_images(evaluator.encode, batches)
+    row = {image: number for number, image in enumerate(facts[:, 0].tolist())}
+    items = [item for item in data.items if all(image in row for image in item.images)]
+    if not items:
+        raise DataError(f"{data.name}: the images of all {len(data.items)} items are missing or unreadable")
+    texts = encode_texts(evaluator.encode, data.captions, evaluator.tokenizer, batch_size=evaluator.text_batch_size)
+    if items[0].language:
+        return _languages(items, features, row, texts), "mean_recall@1", len(items)
+    images, captions = (rows.double().cpu().numpy() for rows in (features, texts))
+    similarities = [images[[row[k] for k in item.images]] @ captions[list(item.captions)].T for item in items]
+    if items[0].right:
+        is_right = [np.isin(item.images, item.right) for item in items]
+        metrics = task_metrics.association_metrics([values[:, 0] for values in similarities], is_right)
+        return metrics, "jaccard_score_10-12", len(items)
+    return task_metrics.selection_metrics(similarities), "acc", len(items)
+
+
+def _languages(items: list[Item], features: torch.Tensor, row: dict[int, int], texts: torch.Tensor) -> Metrics:
+    """Return recalls of each language, as `image_retrieval_recall@1/en`, and their means over the languages."""
+    found: dict[str, dict[str, float]] = {}
+    for language in sorted({item.language for item in items}):
+        own = [item for item in items if item.language == language][group_rank() :: group_size()]
+        ids = torch.tensor([item.images[0] for item in own], dtype=torch.int64, device=features.device)
+        images, captions = [row[item.images[0]] for item in own], [item.captions[0] for item in own]
+        found[language] = _recall(retrieval(features[images], texts[captions], ids))
+    names = next(iter(found.values()))
+    means: Metrics = {name: float(np.mean([of[name] for of in found.values()])) for name in names}
+    return means | {f"{name}/{language}": of[name] for language, of in found.items() for name in names}
 
 
 def _recall(metrics: dict[str, float]) -> dict[str, float]:

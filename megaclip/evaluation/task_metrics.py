@@ -26,8 +26,8 @@ def accuracy_metrics(found: Classified, class_count: int) -> Metrics:
     selected = np.bincount(found.predictions, minlength=class_count)
     present = images > 0
     return {
-        "acc1": float(np.mean(hits)),
-        "acc5": float(np.mean(found.ranks < 5)) if class_count >= 5 else None,
+        "acc1": found.accuracy(1),
+        "acc5": found.accuracy(5) if class_count >= 5 else None,
         "mean_per_class_recall": float(np.mean(found_of_class[present] / images[present])),
         "F1-macro_all": float(np.mean(2 * found_of_class[present] / (images + selected)[present])),
     }

@@ -35,35 +35,31 @@ class Classified:
     predictions: np.ndarray
     """Class that the model selects, (n,) int64. A tie selects a wrong class, the one with the smallest number."""
 
+    def accuracy(self, k: int) -> float:
+        """Return the fraction of the images whose class is among the k that the model prefers."""
+        return float(np.mean(self.ranks < k))
 
-def classify(
-    encode: Encode,
-    batches: Iterable[Any],
-    weights: torch.Tensor,
-    *,
-    group: Any = None,
-    tile_budget_mib: float = 128,
-) -> Classified:
+
+def classify(encode: Encode, batches: Iterable[Any], weights: torch.Tensor) -> Classified:
     """Classify the images of all ranks. Every rank must call it.
 
     Args:
         batches: this rank's `LabelledBatch`es, the same number on every rank: images (b, 3, H, W), labels (b,), ids
             (b,). Rows with id -1 are padding and are ignored.
         weights: class embeddings (C, D) of `class_weights`.
-        tile_budget_mib: memory for one tile of similarities with its operands, in MiB.
 
     Raises:
         DataError: a label is not the number of a class, or there are only padding rows.
     """
     found = [torch.empty(0, 4, dtype=torch.int64, device=weights.device)]
-    for batch in in_step(batches, group=group):
+    for batch in in_step(batches):
         features, _ = encode(images=batch.images)
         assert features is not None, "encode(images=...) returns image features"
         labels, ids = batch.labels.to(weights.device), batch.ids.to(weights.device)
         valid = (labels >= 0) & (labels < len(weights))
-        ranks, predictions = _classify(features, labels.where(valid, 0), weights, tile_budget_mib)
+        ranks, predictions = _classify(features, labels.where(valid, 0), weights)
         found.append(torch.stack([ids, labels.where(valid, PADDING_ID), ranks, predictions], dim=1))
-    rows = gather_rows(torch.cat(found), group=group).cpu().numpy()
+    rows = gather_rows(torch.cat(found)).cpu().numpy()
     rows = rows[rows[:, 0] != PADDING_ID]
     if bad_labels := np.count_nonzero(rows[:, 1] == PADDING_ID):
         count = len(weights)
@@ -79,7 +75,6 @@ def class_weights(
     templates: Sequence[str],
     tokenizer: Callable[[list[str]], torch.Tensor],
     *,
-    group: Any = None,
     prompt_batch_size: int,
 ) -> torch.Tensor:
     """Return the class embeddings (C, D) float32, of unit length, on every rank.
@@ -90,7 +85,7 @@ def class_weights(
     """
     _check_prompts(class_names, templates)
     prompts = [template.replace(CLASS_PLACE, name) for name in class_names for template in templates]
-    return encode_texts(encode, prompts, tokenizer, group=group, batch_size=prompt_batch_size, each=len(templates))
+    return encode_texts(encode, prompts, tokenizer, batch_size=prompt_batch_size, each=len(templates))
 
 
 def _check_prompts(class_names: Sequence[str], templates: Sequence[str]) -> None:
@@ -103,14 +98,12 @@ def _check_prompts(class_names: Sequence[str], templates: Sequence[str]) -> None
             raise DataError(f"every template requires '{CLASS_PLACE}' at the place of the class name, got {template!r}")
 
 
-def _classify(
-    features: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, tile_budget_mib: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _classify(features: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ranks and predictions (b,) int64, as in `Classified`, of features (b, D), labels (b,), weights (C, D)."""
     right = (features.double() * weights[labels].double()).sum(dim=1)
     ranks, wrong_class = torch.zeros_like(labels), (labels == 0).long()  # without a comparison that is true
     highest = torch.full_like(right, -torch.inf)
-    side = tile_side(weights.shape[1], tile_budget_mib)
+    side = tile_side(weights.shape[1])
     for first in range(0, len(weights), side):
         classes = torch.arange(first, min(first + side, len(weights)), device=weights.device)
         for rows, similarities in similarity_tiles(features, weights[classes], side):

@@ -31,9 +31,9 @@ GPU_DECODER = 256 * MIB
 """Bytes on the GPU of the images that --image-decoder gpu decodes at a time: their pixels
 (`megaclip.data.gpu_decoder.GROUP_BYTES`), the rows that are resized, and the results."""
 EVALUATED_TEXTS = 256
-"""Prompts that a rank encodes at a time for zero-shot classification (`megaclip.evaluation.evaluate`)."""
+"""Prompts that a rank encodes at a time for zero-shot classification (`megaclip.evaluation.Evaluator`)."""
 EVALUATION_TILES = 128 * MIB
-"""Bytes of the similarities that an evaluation holds at a time (`megaclip.evaluation.evaluate`)."""
+"""Bytes of the similarities that an evaluation holds at a time (`megaclip.evaluation.ranking.TILE_BUDGET_MIB`)."""
 
 EMBEDDINGS_SHARE = 0.1
 """Share of a GPU's memory above which embeddings and their gradients are kept in host memory."""

@@ -15,7 +15,7 @@ from sklearn.metrics import average_precision_score, balanced_accuracy_score, f1
 
 from megaclip.commands.evaluate_suite import evaluate_suite
 from megaclip.data import ImageTransform, load_tokenizer
-from megaclip.evaluation import ModelEncoder
+from megaclip.evaluation import Evaluator, ModelEncoder
 from megaclip.models import ClipModel, build_model, load_model_config
 from tests.distributed.harness import run_ranks
 from tests.evaluation_oracle import retrieval_by_sorting
@@ -40,10 +40,9 @@ def run_suite(suite: Path, results: Path) -> None:
         model=model, transform=TRANSFORM, tokenizer=load_tokenizer("clip", CONFIG.text_cfg.context_length)
     )
     encode = ModelEncoder(model, TRANSFORM.normalise, device=torch.device("cpu"), cut_captions=model.cut_captions)
-    arguments = Namespace(
-        suite=suite, json=results, batch_size=4, workers=0, markdown=False, probe=False, precision="fp32"
-    )
-    evaluate_suite(arguments, loaded, encode)  # type: ignore[arg-type]
+    arguments = Namespace(suite=suite, json=results, markdown=False, probe=False, precision="fp32")
+    evaluator = Evaluator(encode, TRANSFORM, loaded.tokenizer, batch_size=4, num_workers=0, text_batch_size=4)
+    evaluate_suite(arguments, loaded, evaluator)  # type: ignore[arg-type]
 
 
 def expected_metrics(suite: Path) -> dict[str, dict[str, float]]:

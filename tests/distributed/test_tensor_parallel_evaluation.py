@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megaclip.comm.groups import group_rank, group_size
-from megaclip.evaluation import ModelEncoder, evaluate
+from megaclip.evaluation import ModelEncoder, evaluate_pairs
 from megaclip.models import build_model
 from megaclip.zero.optimizers import set_learning_rate, update
 from tests.distributed.engine_cases import MODEL, TRANSFORM, Case, backpropagate, start_engine, whole_parameters
@@ -93,9 +93,7 @@ def evaluate_all(size: int) -> tuple[Scores, dict[int, dict[str, np.ndarray]]]:
             update(engine)
         encode = ModelEncoder(engine, TRANSFORM.normalise, device=torch.device("cpu"))
         for layout in LAYOUTS:
-            pairs = dataset(layout)
-            result = evaluate(encode, tokenizer=tokenize, pairs=pairs.batches(), example_count=3, text_batch_size=2)
-            scores[stage, layout] = result.metrics
+            scores[stage, layout] = evaluate_pairs(encode, dataset(layout).batches(), example_count=3).metrics
         parameters[stage] = whole_parameters(engine)
     return scores, parameters
 

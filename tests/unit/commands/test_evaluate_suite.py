@@ -15,6 +15,7 @@ import torch
 from megaclip.commands import evaluate_suite as command
 from megaclip.data import ImageTransform
 from megaclip.errors import REFUSED_EXIT_CODE, ConfigError, DataError
+from megaclip.evaluation import Evaluator
 from tests.suite_sets import COUNT, image, npy, write_classes, write_suite
 
 WORDS = torch.from_numpy(np.random.default_rng(0).normal(size=(5000, 12))).float()
@@ -33,7 +34,7 @@ def tokenizer(texts: list[str]) -> torch.Tensor:
 
 def run(suite: Path, results: Path | None = None, model: str = "model", config: str = "", **flags: bool) -> None:
     flags = {"markdown": False, "probe": False} | flags
-    arguments = Namespace(suite=suite, json=results, batch_size=4, workers=0, precision="fp32", **flags)
+    arguments = Namespace(suite=suite, json=results, precision="fp32", **flags)
     tokens = partial(tokenizer)
     tokens.identity = "a tokenizer"  # type: ignore[attr-defined]
     weights = torch.nn.Linear(1, 1)
@@ -41,7 +42,8 @@ def run(suite: Path, results: Path | None = None, model: str = "model", config: 
     torch.nn.init.zeros_(weights.bias)
     weights.config = config  # type: ignore[assignment]
     loaded = SimpleNamespace(model=weights, transform=ImageTransform(8), tokenizer=tokens)
-    command.evaluate_suite(arguments, loaded, encode)  # type: ignore[arg-type]
+    evaluator = Evaluator(encode, loaded.transform, tokens, batch_size=4, num_workers=0, text_batch_size=4)
+    command.evaluate_suite(arguments, loaded, evaluator)  # type: ignore[arg-type]
 
 
 def lines_of(results: Path) -> dict[str, dict[str, Any]]:

@@ -74,13 +74,14 @@ def test_examples_equal_those_of_the_sorted_matrix(image_count: int) -> None:
     padded = [torch.from_numpy(np.concatenate([rows, np.full((2, 8), np.nan, np.float32)])) for rows in (images, texts)]
     padded_ids = torch.from_numpy(np.concatenate([ids, [-1, -1]]))
     chosen = spread(np.arange(image_count), 10)
-    examples = retrieval_examples(*padded, padded_ids, padded_ids, chosen, query_count=4)
+    examples = retrieval_examples(*padded, padded_ids, padded_ids, 10)
+    np.testing.assert_array_equal(examples.ids, chosen)
 
     by_id = np.argsort(ids)
     similarities = texts[by_id].astype(np.float64) @ images[by_id].astype(np.float64).T
     assert_close(examples.similarities, similarities[np.ix_(chosen, chosen)], SIMILARITY)
     queried = chosen[examples.queries]
-    assert len(queried) == min(4, image_count) and examples.candidates == image_count
+    assert len(queried) == min(8, image_count) and examples.candidates == image_count
     order = np.argsort(-similarities[queried], axis=1)
     np.testing.assert_array_equal(examples.found_ids, order[:, :5])
     np.testing.assert_array_equal(

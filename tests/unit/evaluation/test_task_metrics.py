@@ -17,6 +17,7 @@ from sklearn.metrics import (
     top_k_accuracy_score,
 )
 
+from megaclip.evaluation import ranking
 from megaclip.evaluation.task_metrics import (
     accuracy_metrics,
     association_metrics,
@@ -31,17 +32,18 @@ TIE = 1e-6
 SEEDS = range(4)
 
 
-def classified(features: np.ndarray, labels: np.ndarray, weights: np.ndarray, tile_budget_mib: float) -> Classified:
+def classified(features: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> Classified:
     batch = SimpleNamespace(images=torch.tensor(features), labels=torch.tensor(labels), ids=torch.arange(len(labels)))
-    return classify(
-        lambda images=None, tokens=None: (images, None), [batch], torch.tensor(weights), tile_budget_mib=tile_budget_mib
-    )
+    return classify(lambda images=None, tokens=None: (images, None), [batch], torch.tensor(weights))
 
 
 @pytest.mark.filterwarnings("ignore:y_pred contains classes not in y_true")
 @pytest.mark.parametrize("tile_budget_mib", [128, 1e-4])
 @pytest.mark.parametrize("class_count", [2, 4, 5, 17])
-def test_accuracies_are_those_of_scikit_learn(class_count: int, tile_budget_mib: float) -> None:
+def test_accuracies_are_those_of_scikit_learn(
+    class_count: int, tile_budget_mib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranking, "TILE_BUDGET_MIB", tile_budget_mib)
     for seed in SEEDS:
         generator = np.random.default_rng(seed)
         features, weights = coarse_features(generator, 90), coarse_features(generator, class_count)
@@ -49,7 +51,7 @@ def test_accuracies_are_those_of_scikit_learn(class_count: int, tile_budget_mib:
         scores = features.astype(np.float64) @ weights.T.astype(np.float64)
         scores[np.arange(90), labels] -= TIE
         predictions = scores.argmax(axis=1)
-        found = classified(features, labels, weights, tile_budget_mib)
+        found = classified(features, labels, weights)
         np.testing.assert_array_equal(found.predictions, predictions)
         assert accuracy_metrics(found, class_count) == pytest.approx(
             {
@@ -70,7 +72,7 @@ def _top5(labels: np.ndarray, scores: np.ndarray) -> float:
 @pytest.mark.parametrize("value", [0.0, float("nan")])
 def test_features_without_direction_score_zero(value: float) -> None:
     labels = np.arange(7)
-    found = classified(np.full((7, 3), value, np.float32), labels, coarse_features(np.random.default_rng(0), 7), 128)
+    found = classified(np.full((7, 3), value, np.float32), labels, coarse_features(np.random.default_rng(0), 7))
     assert set(accuracy_metrics(found, 7).values()) == {0.0}
     nothing = [np.full((2, 2), value), np.full((1, 2), value)]
     assert selection_metrics(nothing)["acc"] == 0.0

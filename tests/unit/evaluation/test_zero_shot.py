@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from megaclip.errors import DataError
-from megaclip.evaluation.scores import ZeroShotTask, evaluate
-from megaclip.evaluation.zero_shot import class_weights
+from megaclip.evaluation.zero_shot import class_weights, classify
 from tests.evaluation_oracle import coarse_features
 from tests.tolerances import CLASS_WEIGHTS, assert_close
 
@@ -40,23 +39,6 @@ class ToyModel:
         return images[:, 0, 0, :], None
 
 
-def batches(features: np.ndarray, labels: np.ndarray, ids: np.ndarray, size: int) -> list[SimpleNamespace]:
-    """Return batches of "images" that hold the given features in one row of pixels."""
-    pictures = torch.from_numpy(features)[:, None, None, :]
-    return [
-        SimpleNamespace(
-            images=pictures[start : start + size],
-            labels=torch.from_numpy(labels[start : start + size]),
-            ids=torch.from_numpy(ids[start : start + size]),
-        )
-        for start in range(0, len(features), size)
-    ]
-
-
-def zero_shot(model: ToyModel, data: list[SimpleNamespace], names: list[str], templates: list[str]) -> dict[str, float]:
-    return evaluate(model, tokenizer=model.tokenizer, labelled=ZeroShotTask(data, names, templates)).metrics
-
-
 def oracle_weights(model: ToyModel, names: list[str]) -> np.ndarray:
     weights = []
     for name in names:
@@ -74,44 +56,21 @@ def test_class_weights_are_the_mean_of_unit_prompts(prompt_batch_size: int) -> N
     assert max(size for _, size in model.calls) <= prompt_batch_size
 
 
-def test_equal_class_names_count_as_ties() -> None:
-    """Images of a class that is named twice are correct only at top-2, with either of the two labels."""
-    model, names = ToyModel(), ["cat", "dog", "cat", "cow", "hen", "fox"]
-    weights = oracle_weights(model, names).astype(np.float32)
-    labels = np.arange(6)
-    got = zero_shot(model, batches(weights, labels, labels, 6), names, TEMPLATES)
-    assert got == pytest.approx({"zero_shot_top1": 4 / 6, "zero_shot_top5": 1.0})
-
-
-@pytest.mark.parametrize("value", [0.0, float("nan")])
-def test_zero_or_nan_features_score_zero(value: float) -> None:
-    model, labels = ToyModel(), np.arange(8)
-    features = np.full((8, DIM), value, dtype=np.float32)
-    names = [f"class {index}" for index in range(8)]
-    got = zero_shot(model, batches(features, labels, labels, 3), names, TEMPLATES)
-    assert got == {"zero_shot_top1": 0.0, "zero_shot_top5": 0.0}
-
-
 @pytest.mark.parametrize(
-    ("names", "templates", "labels", "message"),
+    ("names", "templates", "labels", "ids", "message"),
     [
-        ([], TEMPLATES, [0, 0], "got 0 and 3"),
-        (["a"], [], [0, 0], "got 1 and 0"),
-        (["a"], ["a photo"], [0, 0], "every template requires"),
-        (["a", "b"], TEMPLATES, [0, 2], "must be from 0 to 1, got 1 others"),
-        (["a", "b"], TEMPLATES, [0, -1], "must be from 0 to 1, got 1 others"),
+        ([], TEMPLATES, [0, 0], [0, 1], "got 0 and 3"),
+        (["a"], [], [0, 0], [0, 1], "got 1 and 0"),
+        (["a"], ["a photo"], [0, 0], [0, 1], "every template requires"),
+        (["a", "b"], TEMPLATES, [0, 2], [0, 1], "must be from 0 to 1, got 1 others"),
+        (["a", "b"], TEMPLATES, [0, -1], [0, 1], "must be from 0 to 1, got 1 others"),
+        (["a"], TEMPLATES, [0, 0], [-1, -1], "at least one image"),
     ],
 )
 def test_bad_classes_templates_or_labels_raise(
-    names: list[str], templates: list[str], labels: list[int], message: str
+    names: list[str], templates: list[str], labels: list[int], ids: list[int], message: str
 ) -> None:
-    model, features = ToyModel(), coarse_features(np.random.default_rng(0), 2, DIM)
-    data = batches(features, np.array(labels), np.arange(2), 2)
+    model, images = ToyModel(), torch.from_numpy(coarse_features(np.random.default_rng(0), 2, DIM))[:, None, None]
+    batch = SimpleNamespace(images=images, labels=torch.tensor(labels), ids=torch.tensor(ids))
     with pytest.raises(DataError, match=message):
-        zero_shot(model, data, names, templates)
-
-
-def test_only_padding_raises() -> None:
-    model, features = ToyModel(), coarse_features(np.random.default_rng(0), 2, DIM)
-    with pytest.raises(DataError, match="at least one image"):
-        zero_shot(model, batches(features, np.array([0, 0]), np.array([-1, -1]), 2), ["a"], TEMPLATES)
+        classify(model, [batch], class_weights(model, names, templates, model.tokenizer, prompt_batch_size=7))

@@ -4,7 +4,6 @@ import json
 import math
 import weakref
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megaclip.data.batch import EvaluationBatch
-from megaclip.evaluation import evaluate, scores
+from megaclip.evaluation import evaluate_pairs, ranking
 from megaclip.losses.costs import Sizes
 from megaclip.planner import Workload, describe, phases, plan_memory, plan_time
 from megaclip.planner.losses import megaclip_loss_bytes
@@ -160,9 +159,9 @@ def test_retrieval_takes_the_planned_bytes(tmp_path: Path, monkeypatch: pytest.M
         EvaluationBatch(*torch.zeros(2, rows, 1), ids, ids, torch.arange(rows), torch.ones_like(ids))
         for ids in torch.arange(pairs).split(rows)
     )
-    monkeypatch.setattr(scores, "retrieval", partial(scores.retrieval, tile_budget_mib=2))
+    monkeypatch.setattr(ranking, "TILE_BUDGET_MIB", 2)
     with _PeakBytes() as measured:
-        evaluate(encode, tokenizer=list, pairs=batches)
+        evaluate_pairs(encode, batches)
     job = replace(workload(tmp_path, ranks=1), evaluation=EvaluationSets(rows, pairs))
     monkeypatch.setattr(phases, "EVALUATION_TILES", 2 * MIB)
     planned = plan_memory(job, H200).gpu_phases.evaluation_retrieval
