@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed.comm as dist
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from megaclip import __version__
 from megaclip.config import TrainArguments, load_training_config
+from megaclip.config.training import DEEPSPEED_DEFAULTS
 from megaclip.data import PairDataset
 from megaclip.engine.inputs import Inputs, chosen_objective, read_inputs
 from megaclip.engine.preflight import check_fit
@@ -27,6 +29,7 @@ from megaclip.engine.run import Run
 from megaclip.engine.tokenizer_choice import choose_tokenizer
 from megaclip.models import load_model_config
 from megaclip.planner.text_chunks import fitted
+from megaclip.zero import build
 
 
 class Clock:
@@ -204,6 +207,15 @@ class MegaclipSteps:
         del self._trainer, self._data, self._batch
         self._folder.cleanup()
         free_memory()
+
+
+class DeepSpeedUpdateSteps(MegaclipSteps):
+    """Steps of this project with the update of DeepSpeed's own step and its check of all gradients."""
+
+    def __init__(self, case: Case, clock: Clock) -> None:
+        checked = mock.patch.dict(DEEPSPEED_DEFAULTS["bf16"], check_grad_overflow=True)  # ds_config.json may not set it
+        with checked, mock.patch.object(build, "group_kernels", lambda engine: None):
+            super().__init__(case, clock)
 
 
 def free_memory() -> None:

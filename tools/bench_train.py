@@ -9,17 +9,16 @@
 
 For each global batch and method it prints samples per second (median over the steps after the second one in which
 nothing was compiled), peak GPU memory of a step, the shares of the step for the loss with its gradient, for waiting for
-data and for the update, and the milliseconds of the update (tools/bench_update.py lists its kernels). The seconds
-before the first step and those of the first step are printed apart. The first step compiles; what an earlier command
-has compiled is taken from the cache on disk (TORCHINDUCTOR_CACHE_DIR).
+data and for the update, and the milliseconds of the update. The method megaclip_deepspeed_update has the update of
+DeepSpeed's own step. The seconds before the first step and those of the first step are printed apart. The first step
+compiles; what an earlier command has compiled is taken from the cache on disk (TORCHINDUCTOR_CACHE_DIR).
 
 All methods use the same weights, the same optimizer settings and the same samples from this project's loader:
 synthetic samples in memory (see bench_samples.py), or --train-data. Synthetic captions have 8 to 32 tokens with a tail
 to 77, or with --caption-lengths full the context length. With --micro-batch equal to the batch of a rank there is one
 chunk and no second pass. open_clip's pixels are on the GPU before the clock of a step starts (see bench_open_clip.py);
 this project copies them from host memory during the step. A method that does not fit in memory gets a row with the
-status "out of memory". --largest finds the largest batch that fits. --json writes each row when it is measured;
-tools/plot_bench.py draws the rows.
+status "out of memory". --largest finds the largest batch that fits. --json writes each row when it is measured.
 """
 
 import argparse
@@ -36,7 +35,7 @@ from typing import Any
 import deepspeed.comm as dist
 import torch
 from bench_kernels import step_kernels, table
-from bench_methods import Case, Clock, MegaclipSteps, free_memory
+from bench_methods import Case, Clock, DeepSpeedUpdateSteps, MegaclipSteps, free_memory
 from bench_open_clip import CompiledOpenClipSteps, CompiledOpenClipTaskSteps, OpenClipSteps, use_source
 from bench_samples import CAPTION_LENGTHS
 from deepspeed.accelerator import get_accelerator
@@ -59,6 +58,7 @@ DEFAULT_CONFIG: dict[str, Any] = {
 }
 METHODS: dict[str, Callable[[Case, Clock], MegaclipSteps | OpenClipSteps]] = {
     "megaclip": MegaclipSteps,
+    "megaclip_deepspeed_update": DeepSpeedUpdateSteps,
     "open_clip": OpenClipSteps,
     "open_clip_compiled": CompiledOpenClipSteps,
     "open_clip_compiled_task": CompiledOpenClipTaskSteps,
@@ -381,7 +381,7 @@ class Bench:
         return config
 
     def _describe(self, method: str, config: dict[str, Any]) -> Row:
-        ours = method == "megaclip"
+        ours = method.startswith("megaclip")
         zero = config.get("zero_optimization", {}) if ours else {}
         section = config["megaclip"] if ours else {}
         own_precision = "bf16" if config.get("bf16", {}).get("enabled") else "fp32"

@@ -44,7 +44,7 @@ def rows_in(folder: Path) -> list[dict[str, Any]]:
 
 
 def bench_two_batches(folder: Path) -> None:
-    methods = ["--methods", "megaclip", "open_clip"]
+    methods = ["--methods", "megaclip", "open_clip", "megaclip_deepspeed_update"]
     sizes = ["--batch", "24", "8", "--micro-batch", "4", "--steps", "1", "--text-micro-batch", "2"]
     bench(folder, *methods, *sizes, "--checkpointing", "--keep-graphs", "7")
 
@@ -77,12 +77,12 @@ def folder(tmp_path: Path) -> Path:
 def test_both_methods_have_equal_losses_on_two_ranks(folder: Path) -> None:
     run_ranks(bench_two_batches, 2, folder)
     rows = rows_in(folder)
-    assert [(row["method"], row["batch"]) for row in rows] == [
-        (method, batch) for batch in (24, 8) for method in ("megaclip", "open_clip")
-    ]
-    for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
+    methods = ("megaclip", "open_clip", "megaclip_deepspeed_update")
+    assert [(row["method"], row["batch"]) for row in rows] == [(name, batch) for batch in (24, 8) for name in methods]
+    for ours, theirs, with_its_update in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
         assert len(set(ours["losses"])) == 3
         assert_close(ours["losses"], theirs["losses"], RUN["loss"])
+        assert_close(ours["losses"], with_its_update["losses"], RUN["loss"])
         for row in (ours, theirs):
             assert row["status"] == "ok" and row["steps"] == 1 and row["world_size"] == 2
             graphs = {24: [3, 4], 8: [1, 2]}[row["batch"]]  # images first: in three chunks, and in one

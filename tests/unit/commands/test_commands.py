@@ -52,10 +52,9 @@ def test_every_module_is_a_command():
     assert modules == {command.module for command in COMMANDS.values() if not command.module.endswith(".py")}
 
 
-@pytest.mark.parametrize("folder", ["tools", "launch"])
-def test_the_files_of_a_checkout_start_the_command_that_they_name(folder):
+def test_the_files_of_a_checkout_start_the_command_that_they_name():
     modules = {command.module: name for name, command in COMMANDS.items()}
-    for path in (ROOT / folder).glob("*.py"):
+    for path in (ROOT / "launch").glob("*.py"):
         if path.stem in modules:
             text = path.read_text()
             assert f"`megaclip {modules[path.stem]}`" in text

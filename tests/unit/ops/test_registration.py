@@ -41,7 +41,9 @@ def test_not_compatible_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_op_report_lists_the_builder() -> None:
-    lines = [line for line in output_of("tools/ds_report.py").splitlines() if line.startswith("contrastive_tiles ")]
+    lines = [
+        line for line in output_of("-m", "megaclip", "report").splitlines() if line.startswith("contrastive_tiles ")
+    ]
     assert len(lines) == 1
 
 

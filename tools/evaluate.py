@@ -1,9 +1,0 @@
-"""`megaclip evaluate`, from a checkout."""
-
-import sys
-
-from megaclip.commands import main
-
-if __name__ == "__main__":
-    sys.argv.insert(1, "evaluate")
-    main()
