@@ -43,10 +43,9 @@ from typing import Any
 import deepspeed.comm as dist
 import torch
 import torch.nn.functional as F
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from megaclip.comm.collectives import gather_rows, sum_over_ranks
+from megaclip.comm.collectives import gather_objects, gather_rows, sum_over_ranks, wait_for_all_ranks
 from megaclip.engine.process_group import start_process_group
 from megaclip.errors import first_line
 
@@ -83,25 +82,9 @@ class Result:
     share_of_matmul: float
 
 
-class Ranks:
-    """This process's rank, the number of ranks and the device. Without a launcher there is one rank."""
-
-    def __init__(self) -> None:
-        start_process_group()
-        self.size, self.rank = dist.get_world_size(), dist.get_rank()
-        self.device = torch.device(get_accelerator().current_device_name())
-
-    def barrier(self) -> None:
-        if self.size > 1:
-            dist.barrier()
-
-    def largest(self, value: float) -> float:
-        """Return the largest value of all ranks."""
-        if self.size == 1:
-            return value
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return tensor.item()
+def largest(value: float) -> float:
+    """Return the largest value of all ranks."""
+    return max(gather_objects(value))
 
 
 def main() -> None:
@@ -118,12 +101,12 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device found; this benchmark requires a GPU")
-    ranks = Ranks()
-    methods = clip_methods(ranks) if options.loss == "clip" else siglip_methods(ranks)
+    start_process_group()
+    methods = clip_methods() if options.loss == "clip" else siglip_methods()
     if options.methods:
         methods = selected(methods, options.methods)
     record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, **vars(options)}
-    bench = Bench(methods, ranks, options, record)
+    bench = Bench(methods, options, record)
     for batch in options.batch:
         for embedding in options.embedding:
             bench.measure_all(batch, embedding)
@@ -147,20 +130,19 @@ class Bench:
     def __init__(
         self,
         methods: dict[str, Callable[[], Loss]],
-        ranks: Ranks,
         options: argparse.Namespace,
         record: dict[str, Any],
     ) -> None:
-        self.methods, self.ranks, self.options = methods, ranks, options
+        self.methods, self.options = methods, options
         self.record = record | {"results": [], "failed": []}
         self.last: dict[tuple[str, int], Result] = {}
 
     def measure_all(self, batch: int, embedding: int) -> None:
         """Measure all methods at one size."""
-        ranks, scale, loss = self.ranks, self.options.logit_scale, self.options.loss
-        local = batch // ranks.size
-        x_all, y_all = (unit_features(batch, embedding, seed, ranks.device) for seed in (1, 2))
-        mine = slice(ranks.rank * local, (ranks.rank + 1) * local)
+        scale, loss = self.options.logit_scale, self.options.loss
+        local = batch // dist.get_world_size()
+        x_all, y_all = (unit_features(batch, embedding, seed) for seed in (1, 2))
+        mine = slice(dist.get_rank() * local, (dist.get_rank() + 1) * local)
         reference = None
         if batch <= MOST_CHECKED:
             reference = {"clip": clip_gradient, "siglip": siglip_gradient}[loss](x_all, y_all, scale, mine)
@@ -168,9 +150,9 @@ class Bench:
         del x_all, y_all
         torch.cuda.empty_cache()
         flops = (8 if loss == "clip" else 6) * local * batch * embedding
-        print_rank_0(ranks, f"\nB = {batch}, D = {embedding}, {ranks.size} rank(s), {loss}")
+        print_rank_0(f"\nB = {batch}, D = {embedding}, {dist.get_world_size()} rank(s), {loss}")
         columns = f"{'ms':>9}{'alone':>9}{'extra MiB':>11}{'grad error':>12}{'TFLOP/s':>9}{'8192^3':>8}{'share':>7}"
-        print_rank_0(ranks, f"{'method':34}{columns}")
+        print_rank_0(f"{'method':34}{columns}")
         for number, (name, make) in enumerate(self.methods.items()):
             last = self.last.get((name, embedding))
             expected = last.milliseconds / 1000 * (batch / last.batch) ** 2 if last else 0.0
@@ -179,7 +161,7 @@ class Bench:
                 continue
             try:
                 run = make()
-                figures = measure(run, x, y, scale, reference, ranks, warm_up=expected < SINGLE_S)
+                figures = measure(run, x, y, scale, reference, warm_up=expected < SINGLE_S)
             except (ImportError, AttributeError, torch.OutOfMemoryError) as problem:
                 self._fail(name, batch, embedding, f"{type(problem).__name__}: {first_line(problem)[:70]}")
                 torch.cuda.empty_cache()
@@ -187,30 +169,30 @@ class Bench:
             milliseconds, alone, machine, peak, error = figures
             tflops = flops / milliseconds / 1e9
             result = Result(
-                *(name, batch, embedding, ranks.size, milliseconds, alone, peak, error),
+                *(name, batch, embedding, dist.get_world_size(), milliseconds, alone, peak, error),
                 *(tflops, machine, tflops / machine),
             )
             self.last[name, embedding] = result
             checked = f"{'-':>12}" if error is None else f"{error:12.1e}"
             line = f"{milliseconds:9.2f}{alone:9.2f}{peak:11.0f}{checked}"
-            print_rank_0(ranks, f"{name:34}{line}{tflops:9.0f}{machine:8.0f}{tflops / machine:7.2f}")
+            print_rank_0(f"{name:34}{line}{tflops:9.0f}{machine:8.0f}{tflops / machine:7.2f}")
             self.record["results"].append(asdict(result))
             self._write()
 
     def _fail(self, name: str, batch: int, embedding: int, reason: str) -> None:
-        print_rank_0(self.ranks, f"{name:34} {reason}")
-        size = {"method": name, "batch": batch, "embedding": embedding, "ranks": self.ranks.size}
+        print_rank_0(f"{name:34} {reason}")
+        size = {"method": name, "batch": batch, "embedding": embedding, "ranks": dist.get_world_size()}
         self.record["failed"].append(size | {"status": reason})
         self._write()
 
     def _write(self) -> None:
-        if self.options.json and self.ranks.rank == 0:
+        if self.options.json and dist.get_rank() == 0:
             self.options.json.write_text(json.dumps(self.record, indent=1, default=str))
 
 
-def print_rank_0(ranks: Ranks, line: str) -> None:
+def print_rank_0(line: str) -> None:
     """Print `line` on rank 0."""
-    if ranks.rank == 0:
+    if dist.get_rank() == 0:
         print(line, flush=True)
 
 
@@ -220,7 +202,6 @@ def measure(
     y: Tensor,
     scale: float,
     reference: Tensor | None,
-    ranks: Ranks,
     *,
     warm_up: bool,
 ) -> tuple[float, float, float, float, float | None]:
@@ -239,56 +220,56 @@ def measure(
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    ranks.barrier()
-    once = seconds_of(step, ranks)
-    peak = ranks.largest((torch.cuda.max_memory_allocated() - before) / 2**20)
+    wait_for_all_ranks()
+    once = seconds_of(step)
+    peak = largest((torch.cuda.max_memory_allocated() - before) / 2**20)
     assert x.grad is not None
     error = None
     if reference is not None:
         # Gradients of other projects differ by a constant factor (the number of ranks), so compare up to a factor.
         gradient = x.grad.double()
         factor = (gradient * reference).sum() / (gradient * gradient).sum()
-        error = ranks.largest(((gradient * factor - reference).norm() / reference.norm()).item())
-    milliseconds, machine = timed(step, once, ranks)
-    alone = milliseconds if once > LONG_S else timed_alone(step, once, ranks)
+        error = largest(((gradient * factor - reference).norm() / reference.norm()).item())
+    milliseconds, machine = timed(step, once)
+    alone = milliseconds if once > LONG_S else timed_alone(step, once)
     x.grad = y.grad = None
     return milliseconds, alone, machine, peak, error
 
 
-def seconds_of(run: Callable[[], Any], ranks: Ranks) -> float:
+def seconds_of(run: Callable[[], Any]) -> float:
     """Return the seconds of one call, slowest rank."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     run()
     torch.cuda.synchronize()
-    return ranks.largest(time.perf_counter() - start)
+    return largest(time.perf_counter() - start)
 
 
-def timed_alone(step: Callable[[], Any], once: float, ranks: Ranks) -> float:
+def timed_alone(step: Callable[[], Any], once: float) -> float:
     """Return the median milliseconds of steps between which the GPU is idle, slowest rank. once: seconds of a step."""
     seconds = []
     for _ in range(min(ALONE_REPEATS, max(3, math.ceil(ALONE_SECONDS / once)))):
-        ranks.barrier()
+        wait_for_all_ranks()
         torch.cuda.synchronize()
         start = time.perf_counter()
         step()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return 1000 * ranks.largest(statistics.median(seconds))
+    return 1000 * largest(statistics.median(seconds))
 
 
-def timed(step: Callable[[], Any], once: float, ranks: Ranks) -> tuple[float, float]:
+def timed(step: Callable[[], Any], once: float) -> tuple[float, float]:
     """Return the median milliseconds of a step (slowest rank) and TFLOP/s of the product that runs in turns with it.
 
     once: seconds of one step.
     """
-    a, b = (torch.randn(8192, 8192, device=ranks.device, dtype=torch.bfloat16) for _ in range(2))
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 
     def product() -> Tensor:
         return a @ b
 
     product()
-    runs, seconds = (step, product), (once, seconds_of(product, ranks))
+    runs, seconds = (step, product), (once, seconds_of(product))
     turns = [min(MOST_PER_TURN, max(LEAST_PER_TURN, math.ceil(TURN_SECONDS / each))) for each in seconds]
     rounds = ROUNDS
     if once > LONG_S:
@@ -296,7 +277,7 @@ def timed(step: Callable[[], Any], once: float, ranks: Ranks) -> tuple[float, fl
     samples: tuple[list[Any], list[Any]] = ([], [])
     for turn in range(rounds):
         for run, repeats, kept in zip(runs, turns, samples, strict=True):
-            ranks.barrier()
+            wait_for_all_ranks()
             for _ in range(repeats):
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 begin.record()
@@ -307,15 +288,15 @@ def timed(step: Callable[[], Any], once: float, ranks: Ranks) -> tuple[float, fl
     torch.cuda.synchronize()
     times = [[begin.elapsed_time(end) for begin, end in kept] for kept in samples]
     milliseconds, product_ms = (
-        ranks.largest(statistics.median(kept or [1000 * each])) for kept, each in zip(times, seconds, strict=True)
+        largest(statistics.median(kept or [1000 * each])) for kept, each in zip(times, seconds, strict=True)
     )
     return milliseconds, 2 * 8192**3 / product_ms / 1e9
 
 
-def unit_features(count: int, embedding: int, seed: int, device: torch.device) -> Tensor:
+def unit_features(count: int, embedding: int, seed: int) -> Tensor:
     """Return (count, embedding) bfloat16 features of unit length, equal on every rank."""
-    generator = torch.Generator(device).manual_seed(seed)
-    features = torch.randn(count, embedding, generator=generator, device=device)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    features = torch.randn(count, embedding, generator=generator, device="cuda")
     return F.normalize(features, dim=1).bfloat16()
 
 
@@ -348,7 +329,7 @@ def siglip_gradient(x: Tensor, y: Tensor, scale: float, rows: slice) -> Tensor:
     return torch.cat(gradients).double() * (scale / len(x))
 
 
-def clip_methods(ranks: Ranks) -> dict[str, Callable[[], Loss]]:
+def clip_methods() -> dict[str, Callable[[], Loss]]:
     """Return makers of the InfoNCE methods by name. A maker raises ImportError if its package is missing."""
 
     def ours(**settings: Any) -> Callable[[], Loss]:
@@ -369,21 +350,25 @@ def clip_methods(ranks: Ranks) -> dict[str, Callable[[], Loss]]:
 
     def global_contrastive(variant: str) -> Callable[[], Loss]:
         def make() -> Loss:
-            return GlobalContrastive(variant, ranks)
+            return GlobalContrastive(variant)
 
         return make
 
     def open_clip() -> Loss:
         module = importlib.import_module("open_clip.loss")
         loss = module.ClipLoss(
-            local_loss=True, gather_with_grad=True, cache_labels=True, rank=ranks.rank, world_size=ranks.size
+            local_loss=True,
+            gather_with_grad=True,
+            cache_labels=True,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
         )
         return lambda x, y, scale, bias: loss(x, y, scale)
 
     def disco_clip() -> Loss:
         def run(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
             x_all, y_all = _DiscoGather.apply(x), _DiscoGather.apply(y)
-            mine = slice(ranks.rank * len(x), (ranks.rank + 1) * len(x))
+            mine = slice(dist.get_rank() * len(x), (dist.get_rank() + 1) * len(x))
             labels = torch.arange(mine.start, mine.stop, device=x.device)
             logits = scale * x_all[mine] @ y_all.T, scale * y_all[mine] @ x_all.T
             return sum(F.cross_entropy(each, labels) for each in logits) / 2  # type: ignore[return-value]
@@ -392,12 +377,12 @@ def clip_methods(ranks: Ranks) -> dict[str, Callable[[], Loss]]:
 
     def inf_cl() -> Loss:
         module = importlib.import_module("inf_cl")
-        run = module.cal_inf_loss if ranks.size > 1 else module.cal_flash_loss
+        run = module.cal_inf_loss if dist.get_world_size() > 1 else module.cal_flash_loss
         return lambda x, y, scale, bias: (run(x, y, scale=scale).mean() + run(y, x, scale=scale).mean()) / 2
 
-    methods = {name: ours(**settings) for name, settings in our_exchanges(ranks).items()}
+    methods = {name: ours(**settings) for name, settings in our_exchanges().items()}
     variants = {f"megaclip {variant}": global_contrastive(variant) for variant in ("fastclip_v3", "fastclip_v2")}
-    methods |= methods_with_ids("ClipLoss", ranks)
+    methods |= methods_with_ids("ClipLoss")
     for name, setting in (("graphs", True), ("no graphs", False)):
         methods[f"megaclip {name}"] = ours(cuda_graphs=setting)
         methods[f"megaclip {name} compiled"] = compiled(ours(cuda_graphs=setting))
@@ -428,9 +413,9 @@ class _DiscoGather(torch.autograd.Function):
         return sum_over_ranks(gradients[0])[first : first + ctx.rows]
 
 
-def our_exchanges(ranks: Ranks) -> dict[str, dict[str, str]]:
+def our_exchanges() -> dict[str, dict[str, str]]:
     """Return the settings of this project's exchanges and reductions by name. One GPU has nothing to exchange."""
-    if ranks.size == 1:
+    if dist.get_world_size() == 1:
         return {"megaclip": {}}
     exchanges: dict[str, dict[str, str]] = {
         f"megaclip {exchange} {reduction}": {"exchange": exchange, "reduction": reduction}
@@ -443,7 +428,7 @@ def our_exchanges(ranks: Ranks) -> dict[str, dict[str, str]]:
     }
 
 
-def methods_with_ids(name: str, ranks: Ranks) -> dict[str, Callable[[], Loss]]:
+def methods_with_ids(name: str) -> dict[str, Callable[[], Loss]]:
     """Return makers of the loss of this name with ids="mask": all different, and of 1000 values."""
 
     def maker(values: int | None) -> Callable[[], Loss]:
@@ -453,7 +438,7 @@ def methods_with_ids(name: str, ranks: Ranks) -> dict[str, Callable[[], Loss]]:
 
             def run(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
                 if len(x) not in ids:
-                    generator = torch.Generator().manual_seed(ranks.rank)
+                    generator = torch.Generator().manual_seed(dist.get_rank())
                     drawn = torch.randint(2**62 if values is None else values, (len(x),), generator=generator)
                     ids[len(x)] = drawn.to(x.device)
                 return loss(x, y, scale, bias, ids=ids[len(x)])
@@ -471,40 +456,41 @@ class GlobalContrastive:
     Its objective differs from InfoNCE, so its gradient error against InfoNCE's gradient has no meaning.
     """
 
-    def __init__(self, variant: str, ranks: Ranks) -> None:
+    def __init__(self, variant: str) -> None:
         from megaclip.losses import FastClipLoss
 
-        self._make = lambda samples: FastClipLoss(variant, samples=samples, state_device="accelerator").to(ranks.device)
-        self._ranks = ranks
+        self._make = lambda samples: FastClipLoss(variant, samples=samples, state_device="accelerator").to("cuda")
         self._loss: Any = None
 
     def __call__(self, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         if self._loss is None:
-            self._loss = self._make(len(x) * self._ranks.size)
-            self._ids = torch.arange(len(x)) * self._ranks.size + self._ranks.rank
+            self._loss = self._make(len(x) * dist.get_world_size())
+            self._ids = torch.arange(len(x)) * dist.get_world_size() + dist.get_rank()
         else:
             self._loss.step()
         return self._loss(x, y, ids=self._ids, epoch=2.5)
 
 
-def siglip_methods(ranks: Ranks) -> dict[str, Callable[[], Loss]]:
+def siglip_methods() -> dict[str, Callable[[], Loss]]:
     """Return makers of the sigmoid-loss methods by name."""
 
     def ours(**settings: Any) -> Callable[[], Loss]:
         return lambda: importlib.import_module("megaclip.losses").SigLipLoss(**settings)
 
     def open_clip() -> Loss:
-        return importlib.import_module("open_clip.loss").SigLipLoss(rank=ranks.rank, world_size=ranks.size)
+        return importlib.import_module("open_clip.loss").SigLipLoss(
+            rank=dist.get_rank(), world_size=dist.get_world_size()
+        )
 
     def siglip_kernel() -> Loss:
-        if ranks.size == 1:
+        if dist.get_world_size() == 1:
             run = importlib.import_module("siglip_kernel").fused_siglip_loss
             return lambda x, y, scale, bias: run(x, y, scale.log(), bias)
         module = importlib.import_module("siglip_kernel.distributed")
-        return module.DistributedSigLIPLoss(strategy="ring", rank=ranks.rank, world_size=ranks.size)
+        return module.DistributedSigLIPLoss(strategy="ring", rank=dist.get_rank(), world_size=dist.get_world_size())
 
-    methods = {name: ours(**settings) for name, settings in our_exchanges(ranks).items()}
-    methods |= methods_with_ids("SigLipLoss", ranks)
+    methods = {name: ours(**settings) for name, settings in our_exchanges().items()}
+    methods |= methods_with_ids("SigLipLoss")
     return {**methods, "open_clip": open_clip, "siglip-kernel": siglip_kernel}
 
 

@@ -187,7 +187,7 @@ class MegaclipSteps:
     def prepare(self) -> None:
         """Load nothing: the run loads its data itself, and the time that it waits for them is part of the step."""
 
-    def step(self, *, probe: bool = False) -> float:
+    def step(self) -> float:
         """Run one whole step; return the loss."""
         waited_s = self._batch.waited_s
         metrics = self._trainer.train_step(self._batch)

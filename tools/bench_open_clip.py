@@ -121,11 +121,8 @@ class OpenClipSteps:
         """Load the next step's chunks onto the device."""
         self._chunks = [self._on_device(next(self._loader)) for _ in range(self._batch_layout.accumulation)]
 
-    def step(self, *, probe: bool = False) -> float:
-        """Run one step over the prepared chunks; return the loss.
-
-        probe: run only the part of the step that reaches its peak memory.
-        """
+    def step(self) -> float:
+        """Run one step over the prepared chunks; return the loss."""
         chunks, self._chunks = self._chunks, []
         if len(chunks) == 1:
             with self._autocast():
@@ -139,7 +136,7 @@ class OpenClipSteps:
                 for name, parts in features.items():
                     parts.append(output[name])
         loss = torch.zeros(())
-        for index, chunk in enumerate(chunks[: 2 if probe else None]):
+        for index, chunk in enumerate(chunks):
             is_last = index == len(chunks) - 1
             with nullcontext() if is_last or self._batch_layout.world_size == 1 else self._model.no_sync():
                 with self._autocast():

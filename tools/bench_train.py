@@ -18,7 +18,7 @@ synthetic samples in memory (see bench_samples.py), or --train-data. Synthetic c
 to 77, or with --caption-lengths full the context length. With --micro-batch equal to the batch of a rank there is one
 chunk and no second pass. open_clip's pixels are on the GPU before the clock of a step starts (see bench_open_clip.py);
 this project copies them from host memory during the step. A method that does not fit in memory gets a row with the
-status "out of memory". --largest finds the largest batch that fits. --json writes each row when it is measured.
+status "out of memory". --json writes each row when it is measured.
 """
 
 import argparse
@@ -64,8 +64,6 @@ METHODS: dict[str, Callable[[Case, Clock], MegaclipSteps | OpenClipSteps]] = {
     "open_clip_compiled_task": CompiledOpenClipTaskSteps,
 }
 DEFAULT_METHODS = ["megaclip", "open_clip_compiled"]
-CLOSE_ENOUGH = 1.1
-"""--largest stops when the smallest batch that does not fit is at most this factor above the largest that fits."""
 
 
 @dataclass
@@ -156,8 +154,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=600, help="limit of a row's steps after the first one, which compiles"
     )
-    parser.add_argument("--largest", action="store_true", help="find the largest batch that fits, from --batch upwards")
-    parser.add_argument("--largest-limit", type=int, default=1 << 20, help="upper bound for --largest")
     parser.add_argument("--train-data", nargs="+", default=[], help="real data, as for launch/train.py")
     parser.add_argument("--workers", type=int, default=8, help="data worker processes per rank")
     parser.add_argument("--json", type=Path, help="file to write the rows to")
@@ -207,22 +203,19 @@ class Bench:
         self.rows: list[Row] = []
 
     def run(self) -> None:
-        """Measure every batch with every method, or the largest batch of every method. Write each row at once."""
+        """Measure every batch with every method. Write each row at once."""
         shown = f"{'step s':>9}{'samples/s':>11}{'peak MiB':>10}{'loss':>7}{'data':>7}{'update':>8}{'ms':>8}"
         shown += f"{'start s':>9}{'first s':>9}"
         print_rank_0(f"{self.options.model}, {dist.get_world_size()} rank(s), micro-batch {self.options.micro_batch}")
         print_rank_0(f"{'method':24}{'batch':>10}{'micro':>7}{shown}")
         first = self.name
-        for batch in self.options.batch[: 1 if self.options.largest else None]:
+        for batch in self.options.batch:
             for name in self.bases:
                 self.name, self.base = name, self.bases[name]
                 for method in self.options.methods if name == first else ["megaclip"]:
-                    if self.options.largest:
-                        self._largest(method)
-                    else:
-                        self._keep(self._measure(method, batch))
+                    self._keep(self._measure(method, batch))
 
-    def _measure(self, method: str, batch: int, *, probe: bool = False) -> Row:
+    def _measure(self, method: str, batch: int) -> Row:
         """Measure steps of one method at one batch."""
         config = self._config(batch)
         path = self.folder / f"{method}-{batch}.json"
@@ -246,8 +239,8 @@ class Bench:
                 text_micro_batch=steps.text_micro_batch or row.micro_batch,
                 startup_s=startup_s,
             )
-            row = self._timed(row, steps, clock, probe)
-            if options.kernels and not probe:
+            row = self._timed(row, steps, clock)
+            if options.kernels:
                 steps.prepare()
                 kernels = step_kernels(steps.step)
                 row.kernels = asdict(kernels)
@@ -264,14 +257,14 @@ class Bench:
         free_memory()
         return row
 
-    def _timed(self, row: Row, steps: MegaclipSteps | OpenClipSteps, clock: Clock, probe: bool) -> Row:
+    def _timed(self, row: Row, steps: MegaclipSteps | OpenClipSteps, clock: Clock) -> Row:
         """Measure --steps steps after the warm-up, without steps in which torch.compile ran on any rank.
 
         MegaCLIP ends its warm-up with the second step: it may keep more graphs, and collects garbage once. A step
         compiles if the captions of a rank have a new length. If --seconds leaves no time for a step without
         compilation, or if there is none in twice as many steps, the last step is measured.
         """
-        wanted = 0 if probe else self.options.steps
+        wanted = self.options.steps
         seconds: list[float] = []
         parts: list[dict[str, float]] = []
         losses: list[float] = []
@@ -281,7 +274,7 @@ class Bench:
             steps.prepare()
             self._wait()
             start, graphs = time.perf_counter(), compiled_graphs()
-            losses.append(steps.step(probe=probe))
+            losses.append(steps.step())
             self._wait()
             of_ranks = gather_objects((time.perf_counter() - start, compiled_graphs() - graphs))
             took, compiled = map(max, zip(*of_ranks, strict=True))
@@ -321,36 +314,6 @@ class Bench:
             text_positions_saved=steps.text_positions_saved,
             losses=losses,
         )
-
-    def _largest(self, method: str) -> None:
-        """Double the batch until it does not fit or reaches the limit, then bisect."""
-        fits, fails, batch = 0, None, self.options.batch[0]
-        best: Row | None = None
-        while True:
-            row = self._measure(method, batch, probe=True)
-            print_rank_0(f"  {method} {batch}: {row.status}")
-            if row.status == "ok":
-                fits, best = batch, row
-            else:
-                fails = batch
-            if fails is None:
-                if batch >= self.options.largest_limit:
-                    break
-                batch = min(2 * batch, self.options.largest_limit)
-                continue
-            step = self._unit()
-            middle = (fits + fails) // 2 // step * step
-            if fails <= CLOSE_ENOUGH * fits or middle in (fits, 0):
-                break
-            batch = middle
-        if best is None:
-            self._keep(replace(row, status=f"does not fit: {row.status}"))
-            return
-        until = f"{fails} does not" if fails else "the largest tried"
-        self._keep(replace(best, status=f"largest batch that fits ({until})"))
-
-    def _unit(self) -> int:
-        return self.options.micro_batch * dist.get_world_size()
 
     def _config(self, batch: int) -> dict[str, Any]:
         """Return ds_config.json for this batch."""
