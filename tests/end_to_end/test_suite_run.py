@@ -2,27 +2,28 @@
 
 import json
 import shutil
-import subprocess
 import sys
 
 import pytest
 
+from megaclip.commands import evaluate
 from megaclip.errors import DataError
 from megaclip.evaluation.suite import open_suite
-from tests.end_to_end.training_runs import ROOT, flags, launcher_environment, run_in_ranks, scalars
+from tests.end_to_end.training_runs import flags, run_in_ranks, scalars
 from tests.suite_sets import write_suite
 from tests.tolerances import WRITTEN, assert_close
 
 
-def test_a_run_scores_a_suite_as_the_command_does(tiny_run, tmp_path):
+def test_a_run_scores_a_suite_as_the_command_does(tiny_run, tmp_path, monkeypatch):
     """Two ranks at ZeRO-3, where every rank has to encode as often as the other."""
     write_suite(tmp_path / "suite")
     (end, other) = run_in_ranks([flags(tiny_run, tiny_run / "zero3.json", tmp_path, suite=tmp_path / "suite")])[0]
     assert end.exit_code == other.exit_code == 0, end.output
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "megaclip", "evaluate", str(run), "--suite", str(tmp_path / "suite")]
     results = tmp_path / "results.jsonl"
-    subprocess.run([*command, "--json", str(results)], cwd=ROOT, env=launcher_environment(), check=True)
+    command = ["evaluate", str(run), "--suite", str(tmp_path / "suite"), "--json", str(results), "--workers", "0"]
+    monkeypatch.setattr(sys, "argv", command)
+    evaluate.main()
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     expected = {f"suite/{line['key']}": line["metrics"]["main_metric"] for line in lines}
     expected = {name: value for name, value in expected.items() if value is not None}
