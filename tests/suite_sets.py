@@ -89,7 +89,9 @@ def write_suite(folder: Path) -> None:
         writer.writerow(["", "candidates", "cue", "associations"])
         for row in range(9):
             chosen = [str(name) for name in generator.choice(COUNT, 10 if row % 2 else 5, replace=False)]
-            writer.writerow([row, json.dumps(chosen), f"cue {row}", json.dumps(chosen[: 2 + row % 3])])
+            writer.writerow(
+                [row, json.dumps(chosen), f"{'cue' if row % 2 else 'Old'} {row}", json.dumps(chosen[: 2 + row % 3])]
+            )
     rows = [
         {"image/key": str(row), "image/locale": "en", **{la: {"caption": [f"{la} {row}", "-"]} for la in ("de", "en")}}
         for row in range(1, COUNT)

@@ -20,7 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import deepspeed
@@ -28,10 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
-from transformers import BertConfig, BertModel, CLIPTextConfig, CLIPTextModelWithProjection, CLIPVisionConfig
-from transformers import CLIPVisionModelWithProjection as VisionModel
 
 from megaclip import ClipLoss, Encoded, GradientCache
+from megaclip.open_clip_package import import_torchvision
 
 SCALE = 20.0
 Features = dict[str, Tensor]
@@ -83,6 +82,11 @@ class Routed(nn.Module):
 
 def encoders_of(arguments: argparse.Namespace) -> list[nn.Module]:
     """Return the two encoders; the same module twice for the bi-encoder."""
+    with suppress(ImportError):
+        import_torchvision()  # transformers imports it if it is installed
+    from transformers import BertConfig, BertModel, CLIPTextConfig, CLIPTextModelWithProjection, CLIPVisionConfig
+    from transformers import CLIPVisionModelWithProjection as VisionModel
+
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     small: dict[str, Any] = sizes if arguments.tiny else {}

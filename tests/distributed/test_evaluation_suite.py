@@ -128,7 +128,8 @@ def expected_metrics(suite: Path) -> dict[str, dict[str, float]]:
         for row in csv.DictReader(file):
             names, chosen = json.loads(row["candidates"]), json.loads(row["associations"])
             is_right = np.isin(names, chosen)
-            order = (images[list(map(int, names))] @ texts([f"A {row['cue']}"])[0] - 1e-9 * is_right).argsort()
+            cue = f"A {row['cue']}" if "cue" in row["cue"] else f"An {row['cue'].lower()}"
+            order = (images[list(map(int, names))] @ texts([cue])[0] - 1e-9 * is_right).argsort()
             selected = np.isin(np.arange(len(names)), order[-len(chosen) :])
             jaccards[len(names)].append(jaccard_score(is_right, selected))
     result["misc/winogavil"] = {

@@ -114,3 +114,4 @@ def test_example_pictures_show_the_retrieved_images() -> None:
     assert [count(heat_map, (40 * pair, 0, 255)) > 0 for pair in range(6)] == [True, False, False, False, False, True]
     columns = np.nonzero((grid == np.array(GREEN)[:, None, None]).all(axis=0).sum(axis=0) > 100)[0]
     assert (columns.min(), columns.max()) == (290 + 138 - 4, 290 + 138 + 131), "the second image has the green outline"
+    assert count(grid, GREEN) == 136**2 - 128**2, "no image of the other caption has one"
