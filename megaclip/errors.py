@@ -18,6 +18,7 @@ REFUSED_EXIT_CODE = 78
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that stop a run. Its exit code is then 128 + the number of the signal."""
 
+_WRONG_PATHS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 _URL = re.compile(r"\b([a-z][a-z0-9+.-]*://)([^\s'\"]*)", re.IGNORECASE)
 _LONG_WORD = re.compile(r"(\S{400})\S+")
 
@@ -120,7 +121,7 @@ def refused_before_training() -> Iterator[None]:
         yield
     except (DataError, CheckpointError) as error:
         cause = error.__cause__
-        if not isinstance(cause, OSError) or isinstance(cause, (FileNotFoundError, PermissionError)):
+        if not isinstance(cause, OSError) or isinstance(cause, _WRONG_PATHS):
             error.exit_code = REFUSED_EXIT_CODE
         raise
 

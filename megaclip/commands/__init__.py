@@ -4,6 +4,7 @@ Each command is a module of this package with a function `main()`, which reads `
 runs as a script. On several ranks a command is started by a launcher: `deepspeed --module megaclip train ...`.
 """
 
+import errno
 import importlib
 import io
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import megaclip
 from megaclip.environment import check_environment
-from megaclip.errors import MegaclipError, nearest
+from megaclip.errors import ConfigError, MegaclipError, first_line, nearest
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,13 @@ COMMANDS = {
 }
 
 
+_PATH_ADVICE = {
+    errno.ENAMETOOLONG: "give the path of a file or folder, not its content",
+    errno.EACCES: "give this user access to it, or another path",
+}
+"""Errors of the operating system that mean a wrong path in the command line, wherever it is read, and what to do."""
+
+
 def main() -> None:
     """Run the command that `sys.argv` names, and exit with its exit code.
 
@@ -89,19 +97,14 @@ def _run() -> int | str | None:
         print(f"megaclip {megaclip.__version__}")
         return 0
     name, *rest = arguments
-    if name not in COMMANDS:
-        return f"error: unknown command {name!r}; expected one of {', '.join(COMMANDS)}{nearest(name, set(COMMANDS))}"
     program = "launch/train.py" if sys.argv[0].endswith("train.py") else f"megaclip {name}"
     sys.argv = [program, *rest, *from_launcher]
     try:
+        command = known_command(name)
         if not {"-h", "--help"} & set(rest):
-            check_environment(joins_ranks=COMMANDS[name].joins_ranks)
+            check_environment(joins_ranks=command.joins_ranks)
         importlib.import_module("megaclip.zero")  # refuses other versions of DeepSpeed before their internals are used
-        module = COMMANDS[name].module
-        if module.endswith(".py"):
-            runpy.run_path(str(Path(megaclip.__file__).parent / module), run_name="__main__")
-            return 0
-        return importlib.import_module(f"megaclip.commands.{module}").main()
+        return _start(command.module)
     except MegaclipError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0" or not {"LOCAL_SIZE", "LOCAL_WORLD_SIZE"} & set(os.environ):
             print(f"error: {error}", file=sys.stderr)  # once per host, if a launcher has started this rank
@@ -109,6 +112,28 @@ def _run() -> int | str | None:
     except KeyboardInterrupt:  # a run that trains saves and returns the same code
         print("stopped by Ctrl-C", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def known_command(name: str) -> Command:
+    """Return the command with this name. Raises ConfigError if there is none."""
+    if name not in COMMANDS:
+        raise ConfigError(
+            f"unknown command {name!r}; expected one of {', '.join(COMMANDS)}{nearest(name, set(COMMANDS))}"
+        )
+    return COMMANDS[name]
+
+
+def _start(module: str) -> int | str | None:
+    """Run a command; return its exit code, or an error message."""
+    try:
+        if module.endswith(".py"):
+            runpy.run_path(str(Path(megaclip.__file__).parent / module), run_name="__main__")
+            return 0
+        return importlib.import_module(f"megaclip.commands.{module}").main()
+    except OSError as error:
+        if (advice := _PATH_ADVICE.get(error.errno or 0)) is None:
+            raise
+        raise ConfigError(f"{first_line(error)}; {advice}") from None
 
 
 def _stdout_has_reader() -> bool:

@@ -1,4 +1,4 @@
-"""The parser of commands, and its types: numbers with a lower bound. An error is one line that names the flag."""
+"""The parser of commands, and its types: numbers with bounds. An error is one line that names the flag."""
 
 import argparse
 import math
@@ -13,15 +13,18 @@ from megaclip.errors import nearest
 
 class CommandParser(argparse.ArgumentParser):
     """Parser of a command, with its module's docstring as help text. An unknown flag is an error with the nearest
-    known one."""
+    known one, and so is an empty value, for example "$RUN" if the variable is not set."""
 
     def __init__(self, description: str | None) -> None:
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def parse_known_args(self, args=None, namespace=None):
         words, known = sys.argv[1:] if args is None else args, set(self._option_string_actions)
-        for word in takewhile(lambda word: word != "--", words):
-            flag = word.partition("=")[0]
+        for before, word in zip(["", *words], takewhile(lambda word: word != "--", words), strict=False):
+            flag, equals, value = word.partition("=")
+            if not word or (flag.startswith("--") and equals and not value):
+                name = flag or (before if before.startswith("-") else "an argument")
+                self.error(f"{name}: the value is empty; give it a value, or leave it out")
             if flag.startswith("--") and not any(name.startswith(flag) for name in known):
                 self.error(f"unknown argument {flag!r}{nearest(flag, known)}")
         return super().parse_known_args(args, namespace)
@@ -42,22 +45,23 @@ def reading_flags(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def integer(least: int) -> Callable[[str], int]:
     """Return a type for argparse: an integer that is at least `least`."""
-    return _bounded(int, least, "an integer")
+    return _bounded(int, least, math.inf, "an integer")
 
 
-def number(least: float) -> Callable[[str], float]:
-    """Return a type for argparse: a finite number that is at least `least`."""
-    return _bounded(float, least, "a number")
+def number(least: float, most: float = math.inf) -> Callable[[str], float]:
+    """Return a type for argparse: a finite number from `least` to `most`."""
+    return _bounded(float, least, most, "a number")
 
 
-def _bounded(kind: Callable, least: float, name: str) -> Callable:
+def _bounded(kind: Callable, least: float, most: float, name: str) -> Callable:
     def parse(text: str) -> float:
         try:
             value = kind(text)
-            if value >= least and math.isfinite(value):
+            if least <= value <= most and math.isfinite(value):
                 return value
         except (ValueError, OverflowError):
             pass
-        raise argparse.ArgumentTypeError(f"{text!r} is not {name} of at least {least:g}")
+        bounds = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {name} {bounds}")
 
     return parse

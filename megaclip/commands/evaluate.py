@@ -148,7 +148,7 @@ def parse_arguments() -> argparse.Namespace:
             parser.error(f"--{flag} has no effect without --suite; add --suite, or leave it out")
     if arguments.val_fraction is not None and not 0 < arguments.val_fraction < 1:
         parser.error(f"--val-fraction is {arguments.val_fraction:g}; use a fraction between 0 and 1")
-    for flag in ("pictures", "val_fraction", "group_captions", "image_key", "caption_key", "dataset_type"):
+    for flag in ("pictures", "val_fraction", "group_captions", *reading_flags(arguments)):
         if getattr(arguments, flag) != parser.get_default(flag) and not arguments.val_data:
             parser.error(
                 f"--{flag.replace('_', '-')} has no effect without --val-data; add --val-data, or leave it out"

@@ -70,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
         "--seconds", type=number(0), default=3.0, help="seconds to time the loader for (default: %(default)s)"
     )
     parser.add_argument(
-        "--max-bad-fraction", type=number(0), default=limit, help="as in training (default: %(default)s)"
+        "--max-bad-fraction", type=number(0, 1), default=limit, help="as in training (default: %(default)s)"
     )
     parser.add_argument("--pictures", metavar="FILE.png", help="draw 48 samples as the model sees them")
     parser.add_argument("--list", type=Path, metavar="FILE", help="write the names of bad samples and what is left out")

@@ -24,6 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
 from megaclip.checkpoint import search
+from megaclip.commands import known_command
 from megaclip.config import load_training_config, parse_arguments
 from megaclip.engine.process_group import usable_ranks
 from megaclip.errors import ConfigError, MegaclipError, first_line, nearest
@@ -48,6 +49,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         known = set(parser._option_string_actions)
         parser.error(f"unknown argument {unknown[0]!r}{nearest(unknown[0].partition('=')[0], known)}")
     command = [arguments.training_script, *arguments.training_script_args]
+    known_command(command[0])
     arguments.training_script, arguments.training_script_args, arguments.module = "megaclip", command, True
     try:
         launch(arguments, command)

@@ -47,7 +47,10 @@ def described_run(arguments: argparse.Namespace) -> tuple[Workload, Cluster]:
     short = ((setting, getattr(arguments, flag[2:].replace("-", "_"))) for flag, setting in SETTINGS.items())
     changes = [*arguments.set, *(f"{setting}={value}" for setting, value in short if value is not None)]
     config = load_training_config(arguments.deepspeed_config, changes)
-    cluster = _with_loader(_cluster(arguments, config), arguments)
+    cluster = _cluster(arguments, config)
+    cores = arguments.cores or (os.cpu_count() if arguments.here else None)
+    decoded = arguments.samples_per_core or cluster.rates.decoded
+    cluster = replace(cluster, cores=cores, rates=replace(cluster.rates, decoded=decoded))
     workload = _workload(arguments, config, cluster)
     if workload.sample_columns and not workload.samples:
         raise ConfigError(
@@ -69,13 +72,6 @@ def _cluster(arguments: argparse.Namespace, config: TrainingConfig) -> Cluster:
             f"--hosts {math.ceil(arguments.gpus / 8)}, or --hosts 1 for one host"
         )
     return described_cluster(arguments, **counts)
-
-
-def _with_loader(cluster: Cluster, arguments: argparse.Namespace) -> Cluster:
-    """Return the cluster with the cores of its hosts and the rate of the loader, if they are given."""
-    cores = arguments.cores or (os.cpu_count() if arguments.here else None)
-    rate = arguments.samples_per_core or cluster.rates.decoded
-    return replace(cluster, cores=cores, rates=replace(cluster.rates, decoded=rate))
 
 
 def described_cluster(arguments: argparse.Namespace, **counts: Any) -> Cluster:

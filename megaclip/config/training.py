@@ -283,7 +283,7 @@ def with_changes(config: dict[str, Any], changes: Sequence[str]) -> tuple[dict[s
         key, _, text = change.partition("=")
         if not key or not text:
             raise ConfigError(f"{change!r} is not KEY=VALUE; write for example optimizer.params.lr=1e-4")
-        if key in replaced:
+        if any(f"{other}.".startswith(f"{key}.") for other in replaced):  # a section would replace its setting
             raise ConfigError(f"{key} is set twice; leave one of them out")
         *sections, name = key.split(".")
         section = config

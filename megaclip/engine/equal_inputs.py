@@ -38,6 +38,8 @@ _PATHS = {
     "resume",
 }
 """Flags with paths, which may differ between hosts. Content that must be equal is compared instead."""
+_ON_ALL_RANKS = ("pretrained", "pretrained_image", "pretrained_text", "feature_cache")
+"""Flags of `_PATHS` that all ranks or none must have, and whose content is not compared."""
 _PER_RANK = {"set", "name", "workers", "shard_cache_gb", "local_rank", "debug_traceback"}
 """Other flags that may differ. Only the first rank's --name is used. ds_config.json is compared with --set."""
 
@@ -45,10 +47,12 @@ _PER_RANK = {"set", "name", "workers", "shard_cache_gb", "local_rank", "debug_tr
 def require_equal_inputs(arguments: TrainArguments, inputs: Inputs) -> None:
     """Raise ConfigError, on every rank, unless all ranks have the same settings and data. Every rank must call it."""
     flags = arguments.model_dump(mode="json", exclude=_PATHS | _PER_RANK)
+    given = arguments.model_dump(exclude_none=True)
     require_equal(
         {
             "--deepspeed_config": f"settings with {_checksum(inputs.config.deepspeed)}",
             **{f"--{name.replace('_', '-')}": json.dumps(value) for name, value in flags.items()},
+            **{f"--{name.replace('_', '-')}": "a path" if name in given else "not set" for name in _ON_ALL_RANKS},
             "--resume": "a path" if arguments.resume not in (None, "auto") else json.dumps(arguments.resume),
             "--model": f"a description with {_checksum(inputs.model_config.to_open_clip())}",
             "megaclip.objective": objective_identity(inputs.config.megaclip.objective),

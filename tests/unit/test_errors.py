@@ -43,6 +43,7 @@ def test_the_case_of_letters_and_the_separators_do_not_matter_for_the_nearest_wo
     [
         (DataError("no file matches"), None, 78),
         (DataError("cannot read"), FileNotFoundError(2, "No such file"), 78),
+        (DataError("cannot read"), NotADirectoryError(20, "Not a directory"), 78),
         (DataError("cannot read"), OSError(5, "Input/output error"), 1),  # a restart may succeed
         (DataError("cannot load"), ConnectionError("the hub does not answer"), 1),
         (BusyError("the folder is in use"), None, 1),

@@ -15,8 +15,8 @@ from megaclip.config import load_training_config, parse_arguments
 from megaclip.config.training import TextChunks
 from megaclip.data import ImageTransform
 from megaclip.data.sentencepiece_training import train_sentencepiece
-from megaclip.data.tokenizers import SentencePieceTokenizer, load_tokenizer
-from megaclip.engine import resume
+from megaclip.data.tokenizers import load_tokenizer
+from megaclip.engine import equal_inputs, resume
 from megaclip.engine.inputs import Inputs, _check_tokenizer_of, chosen_objective, model_preprocessing, read_inputs
 from megaclip.engine.preflight import workload_of
 from megaclip.engine.saved_model import load_saved_model
@@ -47,13 +47,6 @@ def ds_config(folder: Path, micro_batch: int = 4, **megaclip: str | bool | int) 
     return path
 
 
-def test_sigmoid_loss_requires_a_model_with_a_bias(tmp_path: Path) -> None:
-    path = ds_config(tmp_path, loss="clip")
-    flags = ["--deepspeed_config", str(path), "--model", "demo-tiny", "--train-data", "nowhere"]
-    with pytest.raises(ConfigError, match="has no init_logit_bias"):
-        read_inputs(parse_arguments([*flags, "--set", "megaclip.loss=siglip"]))
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -72,39 +65,6 @@ def test_captions_whose_padding_matters_cannot_be_cut(tmp_path: Path, text: dict
         read_inputs(parse_arguments([*flags, str(ds_config(tmp_path, cut_captions="auto"))]))
 
 
-@pytest.mark.parametrize(
-    ("model", "changes", "message"),
-    [
-        (
-            "demo-tiny",
-            ["--coca-caption-loss-weight", "1"],
-            "--coca-caption-loss-weight has no effect",
-        ),
-        ("coca_ViT-B-32", ["--set", "megaclip.objective={file}:Other"], "would not train the caption decoder"),
-        ("coca_ViT-B-32", ["--set", "megaclip.objective={file}:Own"], "nowhere"),  # accepted: the next problem
-    ],
-)
-def test_the_caption_loss_belongs_to_models_with_a_decoder(tmp_path, model, changes, message):
-    file = tmp_path / "own.py"
-    file.write_text(
-        "from megaclip.objectives import Caption, Objective\nclass Own(Caption): pass\nclass Other(Objective): pass\n"
-    )
-    flags = ["--model", model, "--train-data", "nowhere", "--deepspeed_config", str(ds_config(tmp_path))]
-    with pytest.raises((ConfigError, DataError), match=message):
-        read_inputs(parse_arguments([*flags, *(word.replace("{file}", str(file)) for word in changes)]))
-
-
-def test_evaluating_an_average_requires_one(tmp_path: Path) -> None:
-    flags = ["--model", "demo-tiny", "--train-data", "nowhere", "--tokenizer", "clip", "--deepspeed_config"]
-    with pytest.raises(ConfigError, match="--eval-ema requires --val-data or --val-fraction or --zeroshot-data"):
-        parse_arguments([*flags, "x", "--eval-ema"])
-    evaluates = ["--val-data", "nowhere", "--eval-ema"]
-    with pytest.raises(ConfigError, match=r"--eval-ema evaluates the moving average .* and megaclip\.ema_decay is not"):
-        read_inputs(parse_arguments([*flags, str(ds_config(tmp_path)), *evaluates]))
-    with pytest.raises(DataError, match="nowhere"):  # the next problem: the settings themselves were accepted
-        read_inputs(parse_arguments([*flags, str(ds_config(tmp_path, ema_decay=0.9)), *evaluates]))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with exported/ (weights, card and its own tokenizer), a dataset and a ds_config.json."""
@@ -116,6 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = config.replace(text_cfg={"context_length": 24, "vocab_size": tokenizer.vocab_size + 8}, quick_gelu=True)
     write_model_card(exported, config, PIXELS)
     write_weights(exported, build_model(config).state_dict(), config)
+    shutil.copyfile(exported / "tokenizer.model", folder / "copy.model")
     write_shards(folder / "data", [4])
     ds_config(folder)
     return folder
@@ -148,23 +109,6 @@ def test_training_uses_the_tokenizer_and_preprocessing_of_the_card(folder: Path,
         assert ImageTransform(**pixels) == inputs.evaluation_transform
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [("--model", "exported", "--pretrained", "exported"), ("--model", "demo-tiny", "--pretrained", "exported")],
-)
-def test_model_card_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]) -> None:
-    opened = []
-    read_text = Path.read_text
-
-    def recorded(path: Path, *arguments: object, **options: object) -> str:
-        opened.append(path.name)
-        return read_text(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "read_text", recorded)
-    read(folder, *(str(folder / flag) if flag == "exported" else flag for flag in flags))
-    assert opened.count(CARD_NAME) == 1
-
-
 def test_cards_of_towers_supply_the_settings_of_their_tower(folder: Path) -> None:
     exported = str(folder / "exported")
     image = read(folder, "--model", "demo-tiny", "--pretrained-image", exported)
@@ -172,11 +116,6 @@ def test_cards_of_towers_supply_the_settings_of_their_tower(folder: Path) -> Non
     text = read(folder, "--model", "demo-tiny", "--pretrained-text", exported)
     assert text.preprocess_cfg["mean"] == list(OPENAI_PREPROCESS["mean"])
     assert text.tokenizer.files == (folder / "exported" / "tokenizer.model",)
-
-
-def test_missing_weights_of_a_tower_name_the_flag(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--pretrained-text 'laion2b' does not exist; expected a weights file or"):
-        read(folder, "--model", "demo-tiny", "--pretrained-text", "laion2b")
 
 
 @pytest.fixture
@@ -198,25 +137,40 @@ def test_locks_that_lock_nothing_are_refused(folder: Path, tower: str, unit: str
         read(folder, "--model", folder / "exported", *flags, most + 1)
 
 
-def test_two_locked_towers_give_a_warning(folder: Path, warnings: pytest.LogCaptureFixture) -> None:
-    for unlocked, expected in (("0", True), ("1", False)):
-        warnings.clear()
-        flags = ("--lock-image", "--lock-text", "--lock-text-unlocked-layers", unlocked)
-        read(folder, "--model", folder / "exported", *flags)
-        assert ("only logit_scale" in warnings.text) == expected
+TWO_LOCKS = "--lock-image --lock-text --lock-text-unlocked-layers"
 
 
-def test_a_directory_whose_weights_are_not_loaded_gives_a_warning(
-    folder: Path, warnings: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            f"--model EXPORTED --pretrained EXPORTED {TWO_LOCKS} 0",
+            ["--lock-image and --lock-text: both towers are"],
+        ),
+        (f"--model EXPORTED --pretrained EXPORTED {TWO_LOCKS} 1", []),
+        ("--model EXPORTED", ["--model EXPORTED holds weights, but training starts from random ones"]),
+        ("--model EXPORTED --resume EXPORTED", []),
+        ("--model demo-tiny", []),
+        ("--model EXPORTED --pretrained EXPORTED --tokenizer EXPORTED/../copy.model", []),
+        (
+            "--model demo-tiny --pretrained EXPORTED/open_clip_model.safetensors",
+            ["--model demo-tiny has quick_gelu False, but the weights in EXPORTED were trained with True"],
+        ),
+        (
+            "--model demo-tiny --set megaclip.same_ids=positive",
+            ["megaclip.same_ids 'positive' changes nothing"],
+        ),
+        ("--model demo-tiny --set megaclip.same_ids=positive --id-key image", []),
+    ],
+)
+def test_inputs_that_are_probably_not_meant_give_a_warning(
+    folder: Path, warnings: pytest.LogCaptureFixture, flags: str, expected: list[str]
 ) -> None:
-    exported = folder / "exported"
-    read(folder, "--model", exported)
-    assert f"--model {exported} holds weights, but training starts from random ones" in warnings.text
-    warnings.clear()
-    for flags in (("--pretrained", exported), ("--resume", exported)):
-        read(folder, "--model", exported, *flags)
-    read(folder, "--model", "demo-tiny")
-    assert "random ones" not in warnings.text
+    exported = str(folder / "exported")
+    read(folder, *(word.replace("EXPORTED", exported) for word in flags.split()))
+    assert len(warnings.messages) == len(expected)
+    for message, start in zip(warnings.messages, expected, strict=True):
+        assert message.startswith(start.replace("EXPORTED", exported))
 
 
 def test_flags_override_the_card_with_a_warning(
@@ -280,40 +234,54 @@ def test_damaged_card_raises_an_error_that_names_it(
         read(folder, "--model", tmp_path)
 
 
-def test_copy_of_the_cards_tokenizer_gives_no_warning(folder: Path, warnings: pytest.LogCaptureFixture) -> None:
-    exported = folder / "exported"
-    copy = shutil.copyfile(exported / "tokenizer.model", folder / "copy.model")
-    inputs = read(folder, "--model", exported, "--pretrained", exported, "--tokenizer", copy)
-    assert isinstance(inputs.tokenizer, SentencePieceTokenizer)
-    assert warnings.messages == []
-
-
-def test_weights_of_a_model_with_another_activation_give_a_warning(
-    folder: Path, warnings: pytest.LogCaptureFixture
-) -> None:
-    read(folder, "--model", "demo-tiny", "--pretrained", folder / "exported" / "open_clip_model.safetensors")
-    assert [line.split(", but")[0] for line in warnings.messages] == ["--model demo-tiny has quick_gelu False"]
-
-
 def test_card_without_its_tokenizer_file_requires_the_flag(folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "exported" / "open_clip_config.json", tmp_path)
     with pytest.raises(CheckpointError, match=r"holds 0 .* --tokenizer"):
         read(folder, "--model", tmp_path)
     assert read(folder, "--model", tmp_path, "--tokenizer", folder / "exported" / "tokenizer.model")
+    for name in ("one.model", "another.model"):
+        shutil.copy(folder / "exported" / "tokenizer.model", tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"holds 2 .* --tokenizer"):
+        read(folder, "--model", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (("--model", "demo-tiny", "--pretrained", "laion2b_s34b_b79k"), "not one of open_clip's tags. Download"),
-        (("--model", "hf-hub:laion/CLIP-ViT-B-32-laion2B-s34B-b79K"), "MegaCLIP downloads nothing"),
-    ],
-)
-def test_names_of_weights_that_open_clip_would_download_are_refused(
-    folder: Path, flags: tuple[str, ...], expected: str
-) -> None:
-    with pytest.raises(ConfigError, match=expected):
-        read(folder, *flags)
+MISTAKES = """
+--model demo-tiny --set megaclip.loss=siglip | has no init_logit_bias, which megaclip.loss "siglip" requires
+--model demo-tiny --set megaclip.loss=fastclip_v1 --logit-scale-max 50 | --logit-scale-max has no effect with
+--model demo-tiny --set megaclip.lora={} | megaclip.lora requires --pretrained: adapters change a trained model
+--model demo-tiny --coca-caption-loss-weight 1 | --coca-caption-loss-weight has no effect with --model demo-tiny
+--model coca_ViT-B-32 --set megaclip.objective=OWN:Other | would not train the caption decoder
+--model demo-tiny --set megaclip.objective=OWN:Other megaclip.tensor_parallel_size=2 | cannot be used with megaclip
+--model demo-tiny --set megaclip.objective=OWN:Other CACHE | --feature-cache keeps neither images nor extra fields
+--model demo-tiny --val-data x --eval-ema | --eval-ema evaluates the moving average of the weights, and megaclip
+--model demo-tiny --id-key image | --id-key has no effect with megaclip.same_ids 'ignore'
+--model demo-tiny --data-offload-dir x | --data-offload-dir 'x' is not a folder; create it first
+--model demo-tiny --data-offload-dir x --set megaclip.data_offload=cpu | has no effect with megaclip.data_offload 'cpu'
+--model demo-tiny --pretrained laion2b_s34b_b79k | expected a weights file or a directory, not one of open_clip's tags
+--model demo-tiny --pretrained-text laion2b | --pretrained-text 'laion2b' does not exist; expected a weights file or
+--model hf-hub:laion/CLIP-ViT-B-32-laion2B-s34B-b79K | MegaCLIP downloads nothing
+--model RN50 --force-patch-dropout 0.5 | has no effect on a ResNet; set it to 0, or leave out the flag
+--model RN50 --set megaclip.tensor_parallel_size=2 | megaclip.tensor_parallel_size 2 requires MegaCLIP's own towers
+--model RN50 CACHE | requires MegaCLIP's own image tower, and open_clip's modules run --model RN50
+--model demo-tiny CACHE --force-patch-dropout 0.5 | requires images without patch dropout; add --force-patch-dropout 0
+--model demo-tiny CACHE --set megaclip.tensor_parallel_size=2 | cannot be used with megaclip.tensor_parallel_size 2
+"""
+CACHE = "--lock-image --no-augmentation --feature-cache cache"
+
+
+def test_settings_flags_and_models_that_contradict_each_other_are_one_error(folder: Path) -> None:
+    own = folder / "own.py"
+    own.write_text(
+        "from megaclip.objectives import Caption, Objective\nclass Own(Caption): pass\nclass Other(Objective): pass\n"
+    )
+    for row in MISTAKES.strip().splitlines():
+        flags, expected = row.replace("CACHE", CACHE).replace("OWN", str(own)).split(" | ")
+        with pytest.raises(ConfigError) as error:
+            read(folder, *flags.split())
+        assert expected in str(error.value) and "\n" not in str(error.value), row
+    assert read(folder, "--model", "coca_ViT-B-32", "--set", f"megaclip.objective={own}:Own").objective is not None
+    inputs = read(folder, "--model", "demo-tiny", *CACHE.split())
+    assert inputs.train_transform == inputs.evaluation_transform
 
 
 def test_defaults_without_a_card_are_openais(folder: Path) -> None:
@@ -385,27 +353,22 @@ def test_text_chunks_depend_on_forced_patch_dropout(folder: Path, tmp_path: Path
     assert chunks == [TextChunks(2), TextChunks(1)]
 
 
-def test_patch_dropout_that_a_model_does_not_have_is_refused_with_its_flag(folder: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"--force-patch-dropout 0\.5: .* no effect on a ResNet; .* leave out the flag"
-    ):
-        read(folder, "--model", "RN50", "--force-patch-dropout", "0.5")
+def test_all_ranks_or_none_have_pretrained_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks would train different weights. tests/end_to_end/test_equal_inputs.py compares other inputs."""
+    ranks: list[dict[str, str]] = []
 
+    def gather(own: dict[str, str]) -> list[dict[str, str]]:
+        ranks.append(own)
+        return ranks
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--model", "RN50"), "requires MegaCLIP's own image tower"),
-        (("--model", "demo-tiny", "--force-patch-dropout", "0.5"), "add --force-patch-dropout 0"),
-        (("--model", "demo-tiny", "--set", "megaclip.tensor_parallel_size=2"), "with megaclip.tensor_parallel_size 2"),
-    ],
-)
-def test_features_that_may_change_are_not_cached(folder: Path, flags: tuple[str, ...], message: str) -> None:
-    cache = ("--lock-image", "--no-augmentation", "--feature-cache", str(folder))
-    with pytest.raises(ConfigError, match=message):
-        read(folder, *flags, *cache)
-    inputs = read(folder, "--model", "demo-tiny", *cache)
-    assert inputs.train_transform == inputs.evaluation_transform
+    monkeypatch.setattr(equal_inputs, "gather_objects", gather)
+    common = ["--deepspeed_config", "c", "--train-data", "d", "--model", str(folder / "exported")]
+    inputs = read(folder, "--model", folder / "exported")
+    for _ in range(2):
+        given = parse_arguments([*common, "--pretrained", str(folder / "exported")])
+        equal_inputs.require_equal_inputs(given, inputs)
+    with pytest.raises(ConfigError, match="--pretrained differs between ranks: a path on rank 0, not set on rank 2"):
+        equal_inputs.require_equal_inputs(parse_arguments(common), inputs)
 
 
 def test_nothing_else_changes_a_description() -> None:

@@ -1,15 +1,12 @@
 """The loss of a run: ids, the epoch and settings reach it, and the model's own scalars receive zero gradients."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megaclip.config import MegaclipSection, parse_arguments
-from megaclip.engine.inputs import read_inputs
+from megaclip.config import MegaclipSection
 from megaclip.engine.run_loss import RunLoss
 from megaclip.errors import ConfigError
 from megaclip.losses import ClipLoss, SigLipLoss
@@ -86,17 +83,3 @@ def test_settings_that_depend_on_the_length_of_the_run_are_named(name: str, give
     loss = RunLoss(section, samples=9, **RUN | {"epochs": 20})
     setting = loss.length_dependent_setting
     assert setting is None if expected is None else expected in (setting or "")
-
-
-def test_a_bound_of_logit_scale_is_refused_with_a_global_loss(tmp_path: Path) -> None:
-    config = {
-        "train_batch_size": 4,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "megaclip": {"loss": "fastclip_v1"},
-    }
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(config))
-    flags = ["--deepspeed_config", str(path), "--model", "demo-tiny", "--train-data", "x", "--logit-scale-max", "50"]
-    with pytest.raises(ConfigError, match=r"--logit-scale-max has no effect with megaclip\.loss 'fastclip_v1'"):
-        read_inputs(parse_arguments(flags))
