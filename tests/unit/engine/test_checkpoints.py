@@ -77,41 +77,26 @@ def test_a_damaged_record_is_deleted(tmp_path, content):
     assert best_of(tmp_path).tag is None and not (tmp_path / FILE).exists()
 
 
-def test_the_report_names_the_export_command(tmp_path, caplog, monkeypatch):
+@pytest.mark.parametrize(
+    ("folder", "evaluated", "resumed", "words"),
+    [
+        ("run", {}, {}, "run OUT_DIR --tag step_00000001 --verify"),
+        ("my run", {}, {}, "my run' OUT_DIR --tag step_00000001 --verify"),  # quoted for the shell
+        ("run", {"eval_ema": True}, {"eval_ema": True}, "run OUT_DIR --tag step_00000001 --ema --verify"),
+        # A run with --eval-ema may be resumed without evaluation data, and then has no --eval-ema.
+        ("run", {"eval_ema": True}, {"val_data": []}, "run OUT_DIR --tag step_00000001 --ema --verify"),
+        ("run", {"eval_ema": True}, {}, None),  # the recorded scores are those of other weights
+    ],
+)
+def test_the_report_names_the_command_that_exports_what_was_evaluated(
+    tmp_path, caplog, monkeypatch, folder, evaluated, resumed, words
+):
     monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
     caplog.set_level(logging.INFO, "megaclip")
-    best = best_of(tmp_path)
+    best = best_of(tmp_path / folder, **evaluated)
     best.report()
     assert not caplog.records  # nothing was evaluated
-    save_and_evaluate(tmp_path, best, {1: 0.25})
-    best.report()
-    assert f"{TAGS[1]} with zero_shot_top1 0.2500" in caplog.text
-    assert f"megaclip export {tmp_path} OUT_DIR --tag {TAGS[1]} --verify" in caplog.text
-
-
-def test_the_folder_in_the_command_is_quoted_for_the_shell(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
-    caplog.set_level(logging.INFO, "megaclip")
-    best = best_of(tmp_path / "my run")
-    save_and_evaluate(tmp_path / "my run", best, {1: 0.25})
-    best.report()
-    assert f"megaclip export '{tmp_path}/my run' OUT_DIR --tag" in caplog.text
-
-
-def test_the_best_moving_average_is_exported_with_its_flag(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
-    caplog.set_level(logging.INFO, "megaclip")
-    best = best_of(tmp_path, eval_ema=True)
-    save_and_evaluate(tmp_path, best, {1: 0.25})
-    best.report()
-    assert f"megaclip export {tmp_path} OUT_DIR --tag {TAGS[1]} --ema --verify" in caplog.text
-    assert best_of(tmp_path, step=1).tag is None  # the recorded scores are those of other weights
-
-
-def test_the_command_exports_the_weights_that_were_evaluated(tmp_path, caplog, monkeypatch):
-    """A run with --eval-ema may be resumed without evaluation data, and then has no --eval-ema."""
-    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
-    caplog.set_level(logging.INFO, "megaclip")
-    save_and_evaluate(tmp_path, best_of(tmp_path, eval_ema=True), {1: 0.25})
-    best_of(tmp_path, step=1, val_data=[]).report()
-    assert f"--tag {TAGS[1]} --ema --verify" in caplog.text
+    save_and_evaluate(tmp_path / folder, best, {1: 0.25})
+    best_of(tmp_path / folder, step=1, **resumed).report()
+    found = {line for line in caplog.messages if "best checkpoint: step_00000001 with zero_shot_top1 0.2500" in line}
+    assert len(found) == (words is not None) and all(words in line and "megaclip export" in line for line in found)

@@ -9,7 +9,6 @@ import pytest
 
 from megaclip.config import parse_arguments
 from megaclip.engine import resume
-from megaclip.engine.run_folder import summarised_step
 from megaclip.errors import CheckpointError, MegaclipError
 
 IDENTITY: dict[str, Any] = {
@@ -159,10 +158,3 @@ def test_the_length_may_change_if_no_setting_depends_on_it(monkeypatch, was, fla
         resume_shorter_or_longer()
     assert f"of {was} steps in all and this run has 6" in str(refused.value)
     assert f"--train-steps {was}" in str(refused.value) and "--pretrained" in str(refused.value)
-
-
-@pytest.mark.parametrize(("content", "step"), [('{"steps": 6}', 6), ("{}", None), ("[]", None), ("7", None)])
-def test_a_summary_with_other_content_is_ignored(content: str, step: int | None, tmp_path: Path) -> None:
-    """The run then evaluates again."""
-    (tmp_path / "metrics.json").write_text(content)
-    assert summarised_step(tmp_path) == step

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -103,14 +104,19 @@ def test_a_zombie_does_not_hold_a_folder(tmp_path):
         second.release()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"id": 3}'])
-def test_damaged_files_do_not_block_their_folder(tmp_path, content):
-    (tmp_path / LOCK).write_text(content)
-    (tmp_path / ".lock").write_text(content)
-    os.utime(tmp_path / ".lock", (0, 0))
-    lock = RunLock(tmp_path)
-    lock.take()
-    lock.release()
+def test_damaged_files_do_not_block_their_folder(tmp_path):
+    def take(content: str) -> None:
+        folder = tmp_path / str(len(content))
+        folder.mkdir()
+        (folder / LOCK).write_text(content)
+        (folder / ".lock").write_text(content)
+        os.utime(folder / ".lock", (0, 0))
+        lock = RunLock(folder)
+        lock.take()
+        lock.release()
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(take, ("", "{", "[]", '{"id": 3}')))
 
 
 def test_an_empty_lock_is_deleted_only_when_it_is_older_than_a_heartbeat(tmp_path, monkeypatch):

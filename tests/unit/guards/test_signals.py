@@ -4,8 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,62 +17,66 @@ from megaclip.guards import signals as stop
 from megaclip.guards.signals import StopSignals
 
 ROOT = Path(__file__).resolve().parents[3]
-# A rank whose main thread is in a C call that does not return, as in a collective with a rank that has died.
+# One rank per argument, its LOCAL_SIZE, "none" for no such variable. The main thread of a rank is in a C call that does
+# not return, as in a collective with a rank that has died. Ranks are forks, because importing megaclip takes seconds.
 STUCK = """
-import ctypes, os
+import ctypes, os, sys
 from megaclip.guards.signals import StopSignals
 
-with StopSignals():
-    reader, writer = os.pipe()
-    print("stuck", flush=True)
-    ctypes.CDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
-    print("interrupted", flush=True)
+for local_size in sys.argv[1:]:
+    if os.fork() == 0:
+        if local_size != "none":
+            os.environ["LOCAL_SIZE"] = local_size
+        with StopSignals():
+            reader, writer = os.pipe()
+            print(os.getpid(), flush=True)
+            ctypes.CDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
+            print("interrupted", flush=True)
+        os._exit(0)
+for _ in sys.argv[1:]:
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
 
 
-@contextmanager
-def stuck_rank(**variables: str) -> Iterator[subprocess.Popen]:
-    rank = subprocess.Popen(
-        [sys.executable, "-c", STUCK],
+def start(program: str, *arguments: str) -> subprocess.Popen:
+    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")}
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
         cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != "LOCAL_WORLD_SIZE"} | variables,
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def test_signals_that_end_a_stuck_rank() -> None:
+    """A second signal of the same kind, except SIGUSR1. For Ctrl-C the terminal sends SIGINT and the launcher SIGTERM.
+
+    SIGTERM alone, if another rank of the host is missing: LOCAL_SIZE claims more ranks than there are.
+    """
+    ranks = start(STUCK, "none", "none", "9999")
+    assert ranks.stdout is not None and ranks.stderr is not None
+    processes = [int(ranks.stdout.readline()) for _ in range(3)]
     try:
-        assert rank.stdout is not None and rank.stdout.readline() == "stuck\n"
-        yield rank
+        for process, first, *others in (
+            (processes[0], signal.SIGTERM, signal.SIGTERM),
+            (processes[1], signal.SIGINT, signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT),
+            (processes[2], signal.SIGTERM),
+        ):
+            os.kill(process, first)
+            if others:
+                said = f"{first.name}: saving and stopping after this step"
+                assert any(said in line for line in iter(ranks.stderr.readline, ""))
+            for number in others:
+                time.sleep(0.1)  # equal signals that are pending are one
+                os.kill(process, number)
+            assert ranks.stdout.readline() == f"{128 + first}\n"
     finally:
-        rank.kill()
-        rank.communicate()
-
-
-@pytest.mark.parametrize(
-    ("signals", "expected"),
-    [
-        ([signal.SIGTERM, signal.SIGTERM], 128 + signal.SIGTERM),
-        # For Ctrl-C the terminal sends SIGINT and the launcher SIGTERM. Slurm may send SIGUSR1 twice.
-        ([signal.SIGINT, signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT], 128 + signal.SIGINT),
-    ],
-)
-def test_a_second_signal_of_the_same_kind_ends_a_stuck_rank(signals: list[signal.Signals], expected: int) -> None:
-    with stuck_rank() as rank:
-        rank.send_signal(signals[0])
-        assert rank.stderr is not None
-        said = f"{signals[0].name}: saving and stopping after this step"
-        assert any(said in line for line in iter(rank.stderr.readline, ""))
-        for number in signals[1:]:
-            rank.send_signal(number)
-        assert rank.wait(300) == expected
-        assert rank.stdout is not None and rank.stdout.read() == ""
-
-
-def test_sigterm_ends_a_stuck_rank_if_another_rank_of_its_host_is_missing() -> None:
-    """LOCAL_SIZE claims more ranks than the parent, this process, has children."""
-    with stuck_rank(LOCAL_SIZE="9999") as rank:
-        rank.send_signal(signal.SIGTERM)
-        assert rank.wait(300) == 128 + signal.SIGTERM
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        ranks.communicate()
 
 
 @pytest.mark.parametrize("answer", [psutil.NoSuchProcess(5), []])
@@ -107,25 +111,9 @@ for case in sys.argv[1:]:
 LATE_CASES = ("SIGUSR1+SIGUSR1", "SIGTERM+SIGUSR1", "SIGINT+SIGUSR1", "SIGUSR1+none")
 
 
-@pytest.fixture(scope="module")
-def exit_codes() -> dict[str, int]:
-    """Return the exit code of each rank of LATE_SIGNALS, by its argument."""
-    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_WORLD_SIZE"}
-    done = subprocess.run(
-        [sys.executable, "-c", LATE_SIGNALS, *LATE_CASES],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=600,
-        check=True,
-    )
-    return dict(zip(LATE_CASES, map(int, done.stdout.split()), strict=True))
-
-
-@pytest.mark.parametrize("case", LATE_CASES)
-def test_a_late_signal_does_not_change_how_a_rank_ends(exit_codes: dict[str, int], case: str) -> None:
-    assert exit_codes[case] == 7
+def test_a_late_signal_does_not_change_how_a_rank_ends() -> None:
+    output, _ = start(LATE_SIGNALS, *LATE_CASES).communicate(timeout=600)
+    assert output.split() == ["7"] * len(LATE_CASES)
 
 
 def test_the_signal_handlers_are_restored_when_an_error_ends_the_run() -> None:
@@ -137,16 +125,16 @@ def test_the_signal_handlers_are_restored_when_an_error_ends_the_run() -> None:
     assert {number: signal.getsignal(number) for number in before} == before
 
 
-# A launcher with one rank. The rank trains, has not started to train, or lacks the launcher's environment variables.
-LAUNCHER = """
+# One launcher per argument, each with one rank. The rank trains, has not started to train, or lacks the launcher's
+# environment variables. LOCAL_SIZE claims a second rank: a rank that receives SIGTERM while another is missing ends at
+# once, but not here.
+LAUNCHERS = """
 import os, sys, time
-
-kind = sys.argv[1]
 from megaclip.guards import signals as stop
 
 stop._POLL_S = 0.05
-reader, writer = os.pipe()
-if os.fork() == 0:
+
+def run_rank(kind, writer):
     stop.end_with_launcher()
     stop.gather_integers = lambda own: [own]
     if kind == "trains":
@@ -160,31 +148,28 @@ if os.fork() == 0:
     time.sleep(2 if kind == "no launcher" else 3600)
     print("slept", flush=True)
     os._exit(0)
-os.read(reader, 1)
-print("ready", flush=True)
-time.sleep(600)
+
+for kind in sys.argv[1:]:
+    if os.fork() == 0:
+        reader, writer = os.pipe()
+        if kind != "no launcher":
+            os.environ["LOCAL_SIZE"] = "2"
+        if os.fork() == 0:
+            run_rank(kind, writer)
+        os.read(reader, 1)
+        print(os.getpid(), flush=True)
+        time.sleep(600)
 """
 
 
-@pytest.mark.parametrize(("kind", "output"), [("trains", "saved\n"), ("starts", ""), ("no launcher", "slept\n")])
-def test_a_rank_ends_with_its_launcher(kind: str, output: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")}
-    # LOCAL_SIZE claims a second rank. A rank that receives SIGTERM while another is missing ends at once, but not here.
-    environment |= {} if kind == "no launcher" else {"LOCAL_SIZE": "2"}
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, kind],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert launcher.stdout is not None and launcher.stderr is not None
-    assert launcher.stdout.readline() == "ready\n"
-    launcher.kill()
-    rest, errors = launcher.communicate(timeout=300)  # until the rank has closed its copies of the pipes
-    assert rest == output
-    assert ("has ended; this rank saves" in errors) == (kind != "no launcher")
+def test_a_rank_ends_with_its_launcher() -> None:
+    launchers = start(LAUNCHERS, "trains", "starts", "no launcher")
+    assert launchers.stdout is not None
+    for process in [int(launchers.stdout.readline()) for _ in range(3)]:
+        os.kill(process, signal.SIGKILL)
+    rest, errors = launchers.communicate(timeout=300)  # until the ranks have closed their copies of the pipes
+    assert sorted(rest.split()) == ["saved", "slept"]
+    assert errors.count("has ended; this rank saves") == 2
 
 
 def test_a_launcher_that_ends_while_it_is_looked_at_causes_one_signal(monkeypatch: pytest.MonkeyPatch) -> None:

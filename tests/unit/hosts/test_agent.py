@@ -39,17 +39,21 @@ SCRIPTS = {
 }
 
 
+AT_ONCE = 3
+"""Scripts that run at the same time."""
+
+
 def launch(folder: Path, ports: dict[str, int]) -> dict[str, tuple[int, list[str]]]:
-    """Run the launcher of one host for each script; return its exit code and its log."""
+    """Run the launcher of one host for each script of its pair of ranks; return its exit code and its log."""
     from megaclip.commands import launch as command
 
-    own_rank, results, records = int(os.environ["RANK"]), {}, []
+    (pair, own_rank), results, records = divmod(int(os.environ["RANK"]), 2), {}, []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megaclip").addHandler(handler)
     logging.getLogger("megaclip").setLevel(logging.INFO)
     parse = command.config_from_args
-    for name, script in SCRIPTS.items():
+    for name, script in list(SCRIPTS.items())[pair::AT_ONCE]:
         own = folder / name
         own.mkdir(exist_ok=True)
         (own / "step").write_text("4")
@@ -77,7 +81,8 @@ def launch(folder: Path, ports: dict[str, int]) -> dict[str, tuple[int, list[str
 
 
 def test_when_a_run_ends_and_when_it_starts_again(tmp_path: Path) -> None:
-    first, second = run_ranks(launch, 2, tmp_path, {name: free_port() for name in SCRIPTS})
+    ends = run_ranks(launch, 2 * AT_ONCE, tmp_path, {name: free_port() for name in SCRIPTS})
+    first, second = ({name: end for of_rank in ends[host::2] for name, end in of_rank.items()} for host in (0, 1))
 
     def starts(name: str) -> list[str]:
         return sorted((tmp_path / name / "starts").read_text().splitlines())
