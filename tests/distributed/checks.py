@@ -6,7 +6,8 @@ with the name of its check. A check is a function that raises if it fails.
 
 import itertools
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -39,21 +40,31 @@ def assert_passed(outcomes: list[Outcome], name: str) -> None:
 
 
 def covering_rows(
-    *factors: Iterable[Any], possible: Callable[[tuple[Any, ...]], bool] = lambda row: True
-) -> list[tuple[Any, ...]]:
+    possible: Callable[[dict[str, Any]], bool] = lambda row: True, **factors: Sequence[Any]
+) -> list[dict[str, Any]]:
     """Return rows of one level of each factor, in which every pair of levels of two factors occurs.
 
-    Most faults show with one or two settings, so these rows replace the grid of all combinations. Each row has as many
-    new pairs as any other. If several have, it is the first of the grid. possible: False for rows to leave out.
+    Most faults show with one or two settings, so these rows replace the grid of all combinations. Each row starts with
+    a pair that is missing, and takes the levels that complete most missing pairs; of equal ones, the rarest.
+
+    possible: False for rows to leave out. It is also called for rows that have levels of some factors only.
     """
-    grid = [row for row in itertools.product(*factors) if possible(row)]
-    missing = {pair for row in grid for pair in _pairs(row)}
+    levels = {name: [(name, level) for level in factor] for name, factor in factors.items()}
+    pairs = itertools.chain.from_iterable(itertools.product(*two) for two in itertools.combinations(levels.values(), 2))
+    missing = dict.fromkeys(pair for pair in pairs if possible(dict(pair)))
+    used: Counter[tuple[str, Any]] = Counter()
     rows = []
     while missing:
-        rows.append(max(grid, key=lambda row: len(missing & _pairs(row))))
-        missing -= _pairs(rows[-1])
+        row = dict(next(iter(missing)))
+        for name in [name for name in factors if name not in row]:
+            longer = filter(possible, (row | {name: level} for level in factors[name]))
+            row = max(longer, key=lambda each: (len(missing.keys() & _pairs(each)), -used[name, each[name]]))
+        rows.append({name: row[name] for name in factors})
+        used.update(row.items())
+        for pair in _pairs(row):
+            missing.pop(pair, None)
     return rows
 
 
-def _pairs(row: tuple[Any, ...]) -> set[Any]:
-    return set(itertools.combinations(enumerate(row), 2))
+def _pairs(row: dict[str, Any]) -> set[Any]:
+    return set(itertools.permutations(row.items(), 2))

@@ -381,23 +381,23 @@ class OracleTraining:
 
     def features(self, step: int) -> tuple[Tensor, Tensor]:
         """Return the features (BATCH, D) of both towers, ordered by rank."""
-        case, model, features = self.case, self.model, []
+        case, model = self.case, self.model
+        features: dict[Tower, list[Tensor]] = {tower: [] for tower in Tower}
         for replica in range(case.ranks // case.tensor_parallel):
             first = replica * case.tensor_parallel
             members = range(first, first + case.tensor_parallel)
             size = model.config.vision_cfg.image_size
             shares = [share_of(step, member, case.ranks, bool(case.captions), size) for member in members]
-            image_chunks = []
-            for index, chunks in enumerate(
-                zip(*(images.chunk(case.accumulation) for images, _ in shares), strict=True)
-            ):
-                RandomState(SEED, step, replica).reseed(Tower.IMAGE, index)
-                pixels = torch.cat(chunks).double() / 255  # the ranks of a replica encode their chunks together
-                image_chunks.append(model((pixels - MEAN) / STD, None)[0].unflatten(0, (case.tensor_parallel, -1)))
-            image_features = torch.cat(image_chunks, dim=1).flatten(0, 1)
-            features.append((image_features, model(None, torch.cat([tokens for _, tokens in shares]))[1]))
-        x, y = (torch.cat(side) for side in zip(*features, strict=True))
-        return x, y
+            for tower, count in zip(Tower, (case.accumulation, case.text_chunks or case.accumulation), strict=True):
+                parts = []
+                # The ranks of a replica encode their chunks together.
+                for index, chunks in enumerate(zip(*(share[tower].chunk(count) for share in shares), strict=True)):
+                    RandomState(SEED, step, replica).reseed(tower, index)
+                    rows = torch.cat(chunks)
+                    inputs = ((rows.double() / 255 - MEAN) / STD, None) if tower is Tower.IMAGE else (None, rows)
+                    parts.append(model(*inputs)[tower].unflatten(0, (case.tensor_parallel, -1)))
+                features[tower].append(torch.cat(parts, dim=1).flatten(0, 1))
+        return torch.cat(features[Tower.IMAGE]), torch.cat(features[Tower.TEXT])
 
     def update(self, step: int) -> float:
         """Clip the gradients and update the parameters; return the norm before clipping."""

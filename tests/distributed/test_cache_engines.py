@@ -43,7 +43,6 @@ ROLES = {"two": "ab", "tied": "aa", "frozen": "ab", "three": "abc", "adapters": 
 """Module of each input of the loss. "adapters": low-rank terms of frozen layers are trained, the oracle of peft's."""
 ENGINES = ("plain", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
 BOTH = (False, True)
-COLUMNS = (ENGINES, (1, 2, 3), tuple(ROLES)[:4], tuple(CHUNKS), BOTH, BOTH, (0, 1, "all"), BOTH, BOTH)
 NEGATIVES = ([0, 0, 3], [], [5])
 """The row of each hard negative, on each rank."""
 
@@ -63,7 +62,20 @@ class Row:
     negatives: bool = False
 
 
-ROWS = [Row(*row) for row in covering_rows(*COLUMNS)]
+ROWS = [
+    Row(**row)
+    for row in covering_rows(
+        engine=ENGINES,
+        ranks=(1, 2, 3),
+        encoders=tuple(ROLES)[:4],
+        chunks=tuple(CHUNKS),
+        drops=BOTH,
+        checkpoints=BOTH,
+        keep=(0, 1, "all"),
+        ids=BOTH,
+        negatives=BOTH,
+    )
+]
 
 
 class Encoder(nn.Module):

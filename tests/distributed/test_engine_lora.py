@@ -25,20 +25,15 @@ from megaclip.errors import CheckpointError
 from megaclip.models import DualEncoder, build_model
 from megaclip.models.lora import import_peft
 from megaclip.models.transformers_keys import to_transformers
-from megaclip.step.batch import Tower
-from megaclip.step.gradient_cache import RandomState
 from megaclip.zero.reshard import load_resharded
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import (
-    MEAN,
     SEED,
-    STD,
     Case,
     OracleTraining,
     Outcome,
     masters,
     model_of,
-    share_of,
     start_engine,
     take_step,
     train,
@@ -98,29 +93,10 @@ def peft_model(case: Case) -> DualEncoder:
     return model.double()
 
 
-class Oracle(OracleTraining):
-    """Both towers draw random numbers for each chunk."""
-
-    def features(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        case, model = self.case, self.model
-        features: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for rank in range(case.ranks):
-            images, tokens = share_of(step, rank, case.ranks)
-            pixels, random = (images.double() / 255 - MEAN) / STD, RandomState(SEED, step, rank)
-            for index, chunk in enumerate(pixels.chunk(case.accumulation)):
-                random.reseed(Tower.IMAGE, index)
-                features[0].append(model(chunk, None)[0])
-            for index, chunk in enumerate(tokens.chunk(case.text_chunks or case.accumulation)):
-                random.reseed(Tower.TEXT, index)
-                features[1].append(model(None, chunk)[1])
-        x, y = (torch.cat(side) for side in features)
-        return x, y
-
-
 @cache
 def oracle(name: str) -> Outcome:
     with mock.patch.object(engine_cases, "MODEL", MODEL):
-        training = Oracle(CASES[name], model=peft_model(CASES[name]))
+        training = OracleTraining(CASES[name], model=peft_model(CASES[name]))
         return training.train(training.features)
 
 

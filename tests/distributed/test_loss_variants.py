@@ -38,27 +38,27 @@ class Case(NamedTuple):
     margin: float | None
     payload: str = "auto"
 
-    @property
-    def is_possible(self) -> bool:
-        return (self.ids != "ignore" or "ids" not in self.negatives) and (
-            self.kind is ClipLoss
-            or (self.symmetric and not self.weighted and not self.same_side and self.margin is None)
-        )
+
+def is_possible(row: dict[str, Any]) -> bool:
+    if row.get("ids") == "ignore" and "ids" in row.get("negatives", ""):
+        return False
+    only_clip = not row.get("symmetric", True) or row.get("weighted") or row.get("same_side") or row.get("margin")
+    return not only_clip or row.get("kind") is not SigLipLoss
 
 
 CASES = [
-    Case(*row)
+    Case(**row)
     for row in covering_rows(
-        (ClipLoss, SigLipLoss),
-        ("ring", "all_gather"),
-        ("feature", "scalar"),
-        ("ignore", "mask", "positive"),
-        ("none", "shared", "shared ids", "private", "private ids"),
-        (True, False),
-        (False, True),
-        (False, True),
-        (None, 0.01),
-        possible=lambda row: Case(*row).is_possible,
+        is_possible,
+        kind=(ClipLoss, SigLipLoss),
+        exchange=("ring", "all_gather"),
+        reduction=("feature", "scalar"),
+        ids=("ignore", "mask", "positive"),
+        negatives=("none", "shared", "shared ids", "private", "private ids"),
+        symmetric=(True, False),
+        weighted=(False, True),
+        same_side=(False, True),
+        margin=(None, 0.01),
     )
 ]
 
