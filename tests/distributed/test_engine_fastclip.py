@@ -1,10 +1,12 @@
 """FastCLIP through the engine equals one process on the whole batch: parameters, estimators and temperatures.
 
-The runs take two AdamW steps on two ranks with three gradient-cache chunks each, at ZeRO-1 and ZeRO-3. The oracle runs
-the towers in float64 on the whole batch. `fastclip_oracle.Oracle` computes the loss, its state and its temperatures,
+The runs take two AdamW steps with three gradient-cache chunks each, on two ranks, and on four ranks that form two
+tensor-parallel replicas. There the loss's state is sharded over all ranks. The oracle runs the towers in float64 on the
+whole batch. `fastclip_oracle.Oracle` computes the loss, its state and its temperatures,
 and torch's AdamW updates the model. The second step has new samples, samples of the first step, and one sample twice.
 """
 
+import functools
 from dataclasses import dataclass, field, replace
 
 import deepspeed.comm as dist
@@ -20,7 +22,6 @@ from tests.distributed import fastclip_oracle as written
 from tests.distributed.engine_cases import (
     BATCH,
     STEPS,
-    WORLD_SIZE,
     Case,
     OracleTraining,
     Outcome,
@@ -29,6 +30,7 @@ from tests.distributed.engine_cases import (
     whole_parameters,
 )
 from tests.distributed.harness import run_ranks
+from tests.distributed.megatron_mark import MEGATRON
 from tests.distributed.test_engine import comparisons
 from tests.tolerances import ENGINE, FASTCLIP_ENGINE, assert_close, exceeded, unnoticed
 
@@ -41,6 +43,21 @@ CASES = {
     "fastclip_v2 zero1": Case(1, 3, loss="fastclip_v2", exchange="all_gather", reduction="feature"),
     "fastclip_v2 zero3": Case(3, 3, loss="fastclip_v2", exchange="ring", reduction="scalar", text_chunks=2),
 }
+SPLIT = {name: replace(case, text_chunks=0) for name, case in CASES.items()} | {
+    "fastclip_v3 zero2 locked, clipped": Case(2, 3, loss="fastclip_v3", locked="below", text_chunks=1, clipping=0.1),
+    "fastclip_v2 zero3 everything": Case(
+        3,
+        3,
+        loss="fastclip_v2",
+        text_chunks=1,
+        offload="all",
+        checkpointing="cpu",
+        coalesce=True,
+        patch_dropout=0.5,
+        clipping=0.1,
+    ),
+}
+SPLIT = {name: replace(case, tensor_parallel=2, ranks=4) for name, case in SPLIT.items()}
 
 
 @dataclass
@@ -116,23 +133,22 @@ def through_the_engine(case: Case) -> Trained:
     return outcome
 
 
-def train_all() -> dict[str, Trained]:
-    return {name: through_the_engine(case) for name, case in CASES.items()}
+def train_all(cases: dict[str, Case]) -> dict[str, Trained]:
+    return {name: through_the_engine(case) for name, case in cases.items()}
 
 
-@pytest.fixture(scope="module")
-def trained() -> list[dict[str, Trained]]:
-    return run_ranks(train_all, WORLD_SIZE)
+@functools.cache
+def trained(ranks: int) -> list[dict[str, Trained]]:
+    """Results of CASES on two ranks or of SPLIT on four, one dictionary per rank."""
+    return run_ranks(train_all, ranks, SPLIT if ranks == 4 else CASES)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_steps_equal_one_process_on_the_whole_batch(trained, name):
-    check(CASES[name], [results[name] for results in trained])
-
-
-def check(case: Case, ranks: list[Trained]) -> None:
-    """Compare the results of all ranks with those of one process on the whole batch."""
-    expected = one_process(case)
+@pytest.mark.parametrize(
+    ("name", "case"), [*CASES.items(), *(pytest.param(*split, marks=MEGATRON) for split in SPLIT.items())]
+)
+def test_two_steps_equal_one_process_on_the_whole_batch(name: str, case: Case) -> None:
+    expected, ranks = one_process(case), [results[name] for results in trained(case.ranks)]
+    assert not case.clipping or min(expected.norms) > 4 * case.clipping
     for got in ranks:
         assert exceeded(comparisons(got, expected, BOUNDS).values()) == []
         if written.learned(case.loss):
@@ -150,9 +166,9 @@ def check(case: Case, ranks: list[Trained]) -> None:
 
 
 @pytest.mark.parametrize("name", ["fastclip_v3 zero1", "fastclip_v2 zero3"])
-def test_the_comparison_detects_another_estimator(trained, name):
+def test_the_comparison_detects_another_estimator(name: str) -> None:
     """FastCLIP v0 omits the factor tau. An oracle with gamma = 1 has no memory, like a run that lost its state."""
-    got = trained[0][name]
+    got = trained(2)[0][name]
     others = {"FastCLIP v0": one_process(replace(CASES[name], loss="fastclip_v0"))}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(written, "gamma_of", lambda *_: 1.0)
