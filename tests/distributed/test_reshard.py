@@ -18,6 +18,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from megaclip.checkpoint import store
+from megaclip.checkpoint.saved_states import consolidated_weights
 from megaclip.errors import CheckpointError
 from megaclip.zero.optimizers import set_learning_rate, update
 from megaclip.zero.reshard import load_resharded
@@ -234,6 +235,20 @@ def test_same_number_of_ranks_resumes_bit_exactly(saved, name):
     assert [key for key in state if not np.array_equal(state[key], again[key])] == []
     assert loss == loss_again
     assert [key for key in parameters if not np.array_equal(parameters[key], parameters_again[key])] == []
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_joined_weights_are_the_masters(saved, folder, name):
+    check_joined(Path(folder) / name, saved[name][0])
+
+
+def check_joined(folder: Path, state: State) -> None:
+    """Compare the weights that an export of the checkpoint has with the masters, or with the frozen working copies."""
+    joined = consolidated_weights(folder, f"step_{STEPS:08d}")
+    assert joined.keys() == {key.removesuffix(" working") for key in state if key.endswith(" working")}
+    for parameter, value in joined.items():
+        expected = state.get(f"{parameter} fp32", state[f"{parameter} working"])
+        assert torch.equal(value, torch.from_numpy(expected)), parameter
 
 
 def refusals(folder: str) -> dict[str, str]:

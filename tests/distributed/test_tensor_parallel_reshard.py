@@ -10,16 +10,14 @@ from pathlib import Path
 import deepspeed.comm as dist
 import numpy as np
 import pytest
-import torch
 
 from megaclip.checkpoint import saved_states, store
-from megaclip.checkpoint.saved_states import consolidated_weights
 from megaclip.zero.reshard import load_resharded
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import STEPS, Case
 from tests.distributed.harness import run_ranks
 from tests.distributed.megatron_mark import MEGATRON
-from tests.distributed.test_reshard import State, start, state_of, train_step
+from tests.distributed.test_reshard import State, check_joined, start, state_of, train_step
 from tests.tolerances import ENGINE, assert_close
 
 pytestmark = [MEGATRON, pytest.mark.long]
@@ -126,12 +124,7 @@ def test_a_checkpoint_of_one_replica_loads_at_tensor_parallel_size_2(tmp_path):
 
 @pytest.mark.parametrize("name", SAVED)
 def test_joined_weights_are_the_masters(saved, folder, name):
-    state, _ = saved[name]
-    joined = consolidated_weights(Path(folder) / name, TAG)
-    assert joined.keys() == {key.removesuffix(" working") for key in state if key.endswith(" working")}
-    for parameter, value in joined.items():
-        expected = state.get(f"{parameter} fp32", state[f"{parameter} working"])
-        assert torch.equal(value, torch.from_numpy(expected)), parameter
+    check_joined(Path(folder) / name, saved[name][0])
 
 
 def test_columns_read_as_rows_are_detected(saved, folder):
