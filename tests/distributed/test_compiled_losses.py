@@ -1,4 +1,4 @@
-"""Compiled losses equal plain ones bit by bit, and one process on the whole batch, on 1, 2 and 3 ranks.
+"""Compiled losses equal plain ones bit by bit on 1 and 2 ranks, and training steps equal those of one process.
 
 The first loss call of every launch is compiled. `fullgraph=True` raises an error at any graph break. The backend
 "aot_eager" traces both passes as inductor does, and runs the graphs without compiling them. The long test uses
@@ -7,7 +7,6 @@ inductor.
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import deepspeed.comm as dist
@@ -21,11 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.losses import ClipLoss, FastClipLoss, SigLipLoss
 from tests.distributed.harness import run_ranks
-from tests.distributed.test_clip_loss import Towers, expect_same_error, oracle, random_batch
-from tests.reference import info_nce
+from tests.distributed.test_clip_loss import expect_same_error, random_batch
 from tests.tolerances import GRADIENT, VALUE, compare, exceeded
 
-REPOSITORY = Path(__file__).parents[2]
 WAYS = list(itertools.product(("ring", "all_gather"), ("feature", "scalar")))
 SCALE, BIAS = 9.0, -3.0
 
@@ -56,24 +53,13 @@ def evaluate(loss: Callable[..., Tensor], whole: tuple[Tensor, Tensor], group: A
     return Evaluated(value.detach(), *torch.autograd.grad(value, leaves))
 
 
-def expected(loss_class: type, whole: tuple[Tensor, Tensor], group: Any = None) -> Evaluated:
-    """Return the result of `evaluate` in one process in float64."""
-    if loss_class is ClipLoss:
-        found = (*info_nce(*whole, SCALE), torch.zeros(()))
-    else:
-        found = oracle(SigLipLoss, *whole, torch.tensor(SCALE), torch.tensor(BIAS))
-    loss, d_image, d_text, d_scale, d_bias = (3 * part for part in found)
-    mine = (group_size(group) * part.chunk(group_size(group))[group_rank(group)] for part in (d_image, d_text))
-    return Evaluated(loss, *mine, d_scale.reshape(1), d_bias)
-
-
 def differences(loss_class: type, *batches: tuple[Tensor, Tensor], group: Any = None, **settings: Any) -> list[str]:
-    """Compare the compiled loss with the plain one and with the whole batch, for several batches."""
+    """Compare the compiled loss with the plain one, for several batches."""
     loss = loss_class(group=group, **settings)
     step = compiled(loss)
     found = []
     for whole in batches:
-        dtype, case = whole[0].dtype, f"{loss} {settings} W={group_size(group)} {tuple(whole[0].shape)}"
+        case = f"{loss} {settings} W={group_size(group)} {tuple(whole[0].shape)}"
         got = evaluate(step, whole, group)
         plain = evaluate(loss, whole, group)
         found += [
@@ -81,16 +67,6 @@ def differences(loss_class: type, *batches: tuple[Tensor, Tensor], group: Any = 
             for name, ours, theirs in zip(Evaluated._fields, got, plain, strict=True)
             if not torch.equal(ours, theirs) or ours.dtype != theirs.dtype
         ]
-        sums = torch.promote_types(dtype, torch.float32)
-        bounds = (VALUE[dtype], GRADIENT[dtype], GRADIENT[dtype], GRADIENT[sums], GRADIENT[sums])
-        # The gradients of scale and bias are means of terms of size 3, which cancel.
-        sizes = (None, None, None, 3.0, 3.0)
-        found += exceeded(
-            compare(ours, theirs, bound, f"{name} {case}", size=size)
-            for name, ours, theirs, bound, size in zip(
-                Evaluated._fields, got, expected(loss_class, whole, group), bounds, sizes, strict=True
-            )
-        )
     return found
 
 
@@ -136,6 +112,19 @@ def check_errors() -> list[str]:
     return found
 
 
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.image = nn.Parameter(torch.randn(6, 5, generator=generator, dtype=torch.float64))
+        self.text = nn.Parameter(torch.randn(6, 5, generator=generator, dtype=torch.float64))
+        self.logit_scale = nn.Parameter(torch.tensor([1.3], dtype=torch.float64))
+
+    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        encoded = F.normalize(images @ self.image, dim=1), F.normalize(texts @ self.text, dim=1)
+        return *encoded, self.logit_scale.exp()
+
+
 class TowersAndLoss(nn.Module):
     """Training step as one module: the towers and the loss."""
 
@@ -145,13 +134,6 @@ class TowersAndLoss(nn.Module):
 
     def forward(self, images: Tensor, texts: Tensor) -> Tensor:
         return self.loss(*self.towers(images, texts))
-
-
-class PlainLoss(nn.Module):
-    """Loss of one rank in plain PyTorch. It shows how many graph breaks DDP itself causes."""
-
-    def forward(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-        return F.cross_entropy(scale * x @ y.T, torch.arange(len(x)))
 
 
 def step_around(loss: nn.Module, backend: str) -> tuple[nn.Module, Callable[..., Tensor]]:
@@ -198,17 +180,6 @@ def data_parallel_steps(backend: str) -> list[str]:
     return found
 
 
-def check_that_breaks_are_those_of_data_parallel() -> list[str]:
-    """Check that a compiled step around DDP has no more graph breaks with our losses than with a plain loss."""
-    images, texts = torch.randn(2, 4, 6, dtype=torch.float64)
-    breaks = []
-    for loss in (PlainLoss(), ClipLoss()):
-        counters.clear()
-        step_around(loss, "aot_eager")[1](images, texts).backward()
-        breaks.append((sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]))
-    return [] if breaks[0] == breaks[1] else [f"breaks and graphs: {breaks}"]
-
-
 def check_steps_under_data_parallel() -> list[str]:
     return data_parallel_steps("aot_eager")
 
@@ -253,7 +224,6 @@ def check_values() -> list[str]:
 def check_steps() -> list[str]:
     checks = (
         check_steps_under_data_parallel,
-        check_that_breaks_are_those_of_data_parallel,
         check_without_gradients,
         check_errors,
         check_fastclip,
@@ -284,8 +254,8 @@ def check_inductor() -> list[str]:
 # --------------------------------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.long)])
-def test_equals_the_plain_loss_and_the_whole_batch(world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_equals_the_plain_loss(world_size: int) -> None:
     assert run_ranks(check_values, world_size) == [[]] * world_size
 
 

@@ -27,13 +27,12 @@ from tests.distributed.memory_batch import MemoryBatch
 from tests.tolerances import BF16_RUN, WRITTEN, WRITTEN_BF16, assert_close, assert_far
 
 FLOAT32 = {f"zero{stage}": Case(stage, 3) for stage in range(4)}
-BF16 = {f"zero{stage} bf16": Case(stage, 3, bf16=True) for stage in (1, 2, 3)}
 OFFLOADED = {
-    "zero1 bf16 offloaded": Case(1, 3, bf16=True, offload="optimizer"),
+    "zero2 bf16 offloaded": Case(2, 3, bf16=True, offload="optimizer"),
     "zero3 bf16 offloaded": Case(3, 3, bf16=True, grad_accum_dtype="fp32", offload="all"),
 }
 CLIPPED = {f"zero{stage} clipped": Case(stage, 3, bf16=stage > 0, clipping=0.1) for stage in range(4)}
-CASES = {**FLOAT32, **BF16, **OFFLOADED, **CLIPPED}
+CASES = {**FLOAT32, **OFFLOADED, **CLIPPED}
 MAXIMUM = 8.0
 """Bound of logit_scale. It is below the initial value of 1/0.07, so that the clamp acts in the first step."""
 
@@ -179,9 +178,9 @@ MANY = 300
 """Number of chunks with the same image. Added to a bfloat16 sum of over 256, a gradient is lost or counted twice."""
 
 
-def gradient_of_equal_chunks(coalesce: bool, stage: int, dtype: torch.dtype, chunks: int = MANY) -> torch.Tensor:
+def gradient_of_equal_chunks(stage: int, dtype: torch.dtype, chunks: int = MANY) -> torch.Tensor:
     """Return the image projection's gradient for a loss that is a mean over equal rows."""
-    engine = engine_cases.start_engine(Case(stage, 1, bf16=True, coalesce=coalesce))
+    engine = engine_cases.start_engine(Case(stage, 1, bf16=True, coalesce=True))
     (image, *_), (tokens, *_) = engine_cases.whole_batch(0)
     feed = DeviceFeed(torch.device("cpu"), torch.bfloat16, engine_cases.TRANSFORM.normalise)
     batch = MemoryBatch([image[None]] * chunks, tokens.repeat(chunks, 1), feed, text_chunks=1)
@@ -192,24 +191,23 @@ def gradient_of_equal_chunks(coalesce: bool, stage: int, dtype: torch.dtype, chu
         batch,
         LogitScale(engine, MAXIMUM).read(),
         RandomState(0, 0, 0),
-        coalesce=coalesce,
+        coalesce=True,
         accumulation_dtype=dtype,
     )
     return safe_get_full_grad(engine.module.visual.proj).float()
 
 
-def errors_of_equal_chunks() -> dict[tuple[bool, int, torch.dtype], float]:
-    """Return the relative error of the gradient of many equal chunks, by (coalesced, stage, accumulation dtype)."""
-    cases = [(True, 1, torch.float32), (True, 3, torch.float32), (True, 1, torch.bfloat16), (False, 1, torch.float32)]
+def errors_of_equal_chunks() -> dict[tuple[int, torch.dtype], float]:
+    """Return the relative error of the gradient of many equal chunks, by (stage, accumulation dtype)."""
+    cases = [(1, torch.float32), (3, torch.float32), (1, torch.bfloat16)]
     one = gradient_of_equal_chunks(*cases[0], chunks=1)
     return {case: float((gradient_of_equal_chunks(*case) - one).norm() / one.norm()) for case in cases}
 
 
 def test_coalesced_gradients_of_many_bf16_chunks_are_not_lost() -> None:
     (errors,) = run_ranks(errors_of_equal_chunks, 1)
-    for case, error in errors.items():
-        in_float32 = case[0] and case[2] == torch.float32  # the other cases accumulate in bfloat16
-        assert error < 0.01 if in_float32 else error > 0.02, errors
+    for (_, dtype), error in errors.items():
+        assert error < 0.01 if dtype == torch.float32 else error > 0.02, errors
 
 
 def test_random_states_differ_by_step_rank_tower_and_chunk_and_repeat():

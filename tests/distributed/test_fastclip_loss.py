@@ -1,11 +1,10 @@
-"""Compare FastClipLoss on 1 to 6 ranks with a reference in one process, to 1e-10 in float64.
+"""Compare FastClipLoss on 1 to 4 ranks with a reference in one process, to 1e-10 in float64.
 
 Every variant, exchange and reduction takes several steps. The test compares values, feature gradients under the
 reduction contract, temperature gradients, state and temperatures. Samples are new, known, or twice in a batch.
 """
 
 import io
-import itertools
 import math
 
 import pytest
@@ -39,11 +38,16 @@ from tests.tolerances import FASTCLIP, Comparison, assert_close, compare, exceed
 
 SAMPLES, DIMENSION, TAU = 26, 5, 0.3
 BATCH = 18
-BATCH_OF_WORLD = {4: 20, 5: 20}  # BATCH is not a multiple of these numbers of ranks
+BATCH_OF_WORLD = {4: 20}  # BATCH is not a multiple of four ranks
 EPOCHS = (0.0, 0.6, 1.4, 7.0)
 GAMMA_MIN, GAMMA_EPOCHS = 0.4, 3.0
 # Last value: the samples' state is fetched before the call of the loss, or by the loss.
-WAYS = list(itertools.product(("ring", "all_gather"), ("feature", "scalar"), ("fetched before", "fetched by the loss")))
+WAYS = [
+    ("ring", "feature", "fetched before"),
+    ("ring", "scalar", "fetched by the loss"),
+    ("all_gather", "feature", "fetched by the loss"),
+    ("all_gather", "scalar", "fetched before"),
+]
 
 
 def batch_of(step: int, batch: int | None = None) -> tuple[Tensor, Tensor, list[int]]:
@@ -156,18 +160,16 @@ def state_pairs(loss: FastClipLoss, oracle: Oracle) -> dict[str, tuple[Tensor, T
     return pairs
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, pytest.param(5, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_variant_exchange_and_reduction_equals_the_reference(world_size):
     for found in run_ranks(check_against_oracle, world_size):
         assert found == []
 
 
-@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(4, 2), pytest.param(6, 3, marks=pytest.mark.long)])
-def test_every_variant_equals_the_reference_on_two_nodes(world_size, ranks_per_node):
+def test_every_variant_equals_the_reference_on_two_nodes():
     """On two nodes the ring has two levels."""
     ways = [way for way in WAYS if way[0] == "ring"]
-    environment = {"LOCAL_WORLD_SIZE": str(ranks_per_node)}
-    for found in run_ranks(check_against_oracle, world_size, ways, environment=environment):
+    for found in run_ranks(check_against_oracle, 4, ways, environment={"LOCAL_WORLD_SIZE": "2"}):
         assert found == []
 
 
@@ -200,17 +202,21 @@ def resume_all(saved: list[list]) -> list:
     return [resume(variant, parts) for variant, parts in zip(VARIANTS, saved, strict=True)]
 
 
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 2), (3, 2), (1, 3)])
-def test_resume_is_exact_at_any_world_size(saved_by, loaded_by):
+@pytest.fixture(scope="module")
+def saved_by_two() -> list[list]:
+    return run_ranks(save_all, 2)
+
+
+@pytest.mark.parametrize("loaded_by", [1, 2, 3])
+def test_resume_is_exact_at_any_world_size(saved_by_two, loaded_by):
     """Resume on the same number of ranks with the same bits. Other numbers of ranks give losses within the bound.
 
     Bits are compared on the same machine only, with the same instruction set and number of threads.
     """
-    by_rank = run_ranks(save_all, saved_by)
-    parts = [[rank[case][0] for rank in by_rank] for case in range(len(by_rank[0]))]
-    expected = [losses for _, losses in by_rank[0]]
+    parts = [[rank[case][0] for rank in saved_by_two] for case in range(len(saved_by_two[0]))]
+    expected = [losses for _, losses in saved_by_two[0]]
     for resumed in run_ranks(resume_all, loaded_by, parts):
-        if saved_by == loaded_by:
+        if loaded_by == 2:
             assert resumed == expected
         for got, wanted in zip(resumed, expected, strict=True):
             assert_close(got, wanted, FASTCLIP)

@@ -84,37 +84,43 @@ def test_a_cache_is_used_only_for_the_same_tower_and_images(tmp_path: Path) -> N
 def error_of_disk(folder: Path, name: str) -> str:
     """Return the error if the file of rank 1 is `name`, if this file is locked, or if rank 1 has an own folder."""
     path, gather = CachedFeatures.path, feature_cache.gather_objects
-    if name.startswith("/"):
-        CachedFeatures.path = lambda self, rank: Path(name) if rank else path(self, rank)  # type: ignore[method-assign]
-    if name == "own folder" and dist.get_rank():
-        feature_cache.gather_objects = lambda value: [
-            one.replace("/cache", "/own") if isinstance(one, str) else one for one in gather(value)
-        ]
-    if name == "lock":
-        encoded_batches(folder)
-        (cache,) = folder.glob("cache/*")
-        (cache / "cache.json").unlink(missing_ok=True)
-        dist.barrier()
-        lock = (cache / name).open()
-        fcntl.flock(lock, fcntl.LOCK_SH)  # by both ranks, as by another run
-    try:
-        encoded_batches(folder)
-    except ConfigError as error:
-        return str(error)
+    with pytest.MonkeyPatch.context() as patch:
+        if name.startswith("/"):
+            patch.setattr(CachedFeatures, "path", lambda self, rank: Path(name) if rank else path(self, rank))
+        if name == "own folder" and dist.get_rank():
+            own = lambda each: each.replace("/cache", "/own") if isinstance(each, str) else each  # noqa: E731
+            patch.setattr(feature_cache, "gather_objects", lambda value: [own(each) for each in gather(value)])
+        if name == "lock":
+            encoded_batches(folder)
+            (cache,) = folder.glob("cache/*")
+            (cache / "cache.json").unlink(missing_ok=True)
+            dist.barrier()
+            lock = (cache / name).open()
+            fcntl.flock(lock, fcntl.LOCK_SH)  # by both ranks, as by another run
+        try:
+            encoded_batches(folder)
+        except ConfigError as error:
+            return str(error)
     return ""
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("/dev/full", "No space left on device; free space there, or use another folder"),
-        ("/nowhere/file", "No such file"),
-        ("lock", "another run is writing"),
-        ("own folder", "this host does not see the other hosts' files; use a folder that all hosts share"),
-    ],
-)
-def test_a_disk_error_of_one_rank_is_one_error_on_all(name: str, reason: str, tmp_path: Path) -> None:
-    write_shards(tmp_path, [SAMPLES])
-    first, second = run_ranks(error_of_disk, 2, tmp_path, name, time_limit_s=60)
-    assert first == second and reason in first
-    assert not list(tmp_path.glob("cache/*/cache.json"))
+REASONS = {
+    "/dev/full": "No space left on device; free space there, or use another folder",
+    "/nowhere/file": "No such file",
+    "lock": "another run is writing",
+    "own folder": "this host does not see the other hosts' files; use a folder that all hosts share",
+}
+
+
+def errors_of_disk(root: Path) -> list[str]:
+    return [error_of_disk(root / str(number), name) for number, name in enumerate(REASONS)]
+
+
+def test_a_disk_error_of_one_rank_is_one_error_on_all(tmp_path: Path) -> None:
+    for number in range(len(REASONS)):
+        (tmp_path / str(number)).mkdir()
+        write_shards(tmp_path / str(number), [SAMPLES])
+    first, second = run_ranks(errors_of_disk, 2, tmp_path, time_limit_s=60)
+    assert first == second
+    assert [error for error, reason in zip(first, REASONS.values(), strict=True) if reason not in error] == []
+    assert not list(tmp_path.glob("*/cache/*/cache.json"))
