@@ -9,6 +9,7 @@ the time limit, `RankFailure` names the ranks that were still running. The calle
 """
 
 import datetime
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -134,7 +135,9 @@ def _run_rank(
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **environment})
     try:
         _join(rank, world_size, store, time_limit_s, backend)
-        function, arguments = pickle.loads(work)  # imports the test module and megaclip, which read the rank
+        if backend == "gloo":  # a fork of the server
+            importlib.import_module(_PRELOAD).log_as_rank()
+        function, arguments = pickle.loads(work)  # imports the test module
         # Bytes: with `report.send`, a thread of this process would serve a tensor's memory, and this process ends at
         # once.
         report.send_bytes(pickle.dumps((True, function(*arguments))))

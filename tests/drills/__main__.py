@@ -26,6 +26,7 @@ import tests.distributed.preload  # noqa: F401, imported before processes are fo
 from tests.drills.faults import FAULTS, SAVE_EVERY, STEPS, Trial, Verdict, unmounted
 from tests.drills.jobs import in_child, start
 from tests.drills.soak import soak
+from tests.end_to_end.conftest import make_inputs
 from tests.end_to_end.training_runs import flags
 
 NEED_ROOT = ("disk_full", "power_cut", "network_cut", "network_healed")
@@ -68,7 +69,7 @@ def main() -> int:
     try:
         inputs = root / "inputs"
         inputs.mkdir()
-        in_child(partial(_make_inputs, inputs))
+        in_child(partial(make_inputs, inputs))
         command = partial(_command, inputs)
         failed = drill(root, arguments.only, arguments.trials, seed, arguments.keep, command)
         if arguments.soak_steps:
@@ -209,12 +210,6 @@ def _tensors(checkpoint: Path) -> dict[str, bytes]:
 def _end(output: str) -> str:
     """Return the end of a log as one line."""
     return " | ".join(output.splitlines()[-8:])[-1500:]
-
-
-def _make_inputs(folder: Path) -> None:
-    from tests.end_to_end.conftest import make_inputs
-
-    make_inputs(folder)
 
 
 def _command(inputs: Path, **changes: Any) -> list[str]:

@@ -6,10 +6,12 @@ for the run, and returns a `Verdict`. All random choices use `trial.random`.
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.drills.jobs import WORLD_SIZE, Job, Prepare
+from megaclip import files
+from megaclip.checkpoint import deepspeed_files, durable, manifest, store
+from megaclip.engine.metrics import Metrics
+from megaclip.guards.watchdog import Watchdog
+from tests.drills.jobs import WORLD_SIZE, Job, Prepare, start
 from tests.end_to_end.training_runs import data_workers
 from tests.end_to_end.two_hosts import ADDRESSES, INTERFACE, Host, connect, set_cable
 
@@ -72,8 +78,6 @@ class Trial:
         return self.logs / "run" / "checkpoints"
 
     def start(self, prepare: Prepare | None = None, **changes: Any) -> Job:
-        from tests.drills.jobs import start
-
         self.job = start(self.command(**changes), self.folder / "first", prepare)
         return self.job
 
@@ -255,9 +259,6 @@ def _hold(step: int, harmed: Path) -> None:
 
     A rank that is paused before the fault therefore does not count as hanging.
     """
-    from megaclip.engine.metrics import Metrics
-    from megaclip.guards.watchdog import Watchdog
-
     record, limit_s = Metrics.record_step, Watchdog._limit_s
 
     def recording(metrics: Metrics, number: int, values: Any) -> None:
@@ -325,9 +326,6 @@ def _kill_at_file(number: int, moment: str, share: float) -> None:
 
     number: number of files that it writes before this one. share: part of the file that is written, for "during".
     """
-    from megaclip import files
-    from megaclip.checkpoint import deepspeed_files, durable, manifest, store
-
     written = [0]
 
     def here(when: str) -> None:
@@ -428,9 +426,6 @@ def _unmount(folder: Path) -> None:
 
 def _shut_down(folder: Path) -> None:
     """Stop all writes to the file system that is mounted at `folder`, without writing its journal."""
-    import fcntl
-    import struct
-
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.ioctl(descriptor, 0x8004587D, struct.pack("I", 2))  # EXT4_IOC_SHUTDOWN, EXT4_GOING_FLAGS_NOLOGFLUSH

@@ -1,8 +1,8 @@
 """Start a run of two ranks in half a second by forking this process, and follow its steps.
 
-The drills' own process has imported torch and DeepSpeed, has one thread, and never imports megaclip, whose logger reads
-the rank when it is imported. A job is a launcher, forked from this process, and two ranks, forked from the launcher.
-Like DeepSpeed's launcher, it forwards SIGTERM, and ends the other rank when one has failed.
+The drills' own process has imported torch, DeepSpeed and megaclip, and has one thread. A job is a launcher, forked from
+this process, and two ranks, forked from the launcher. Like DeepSpeed's launcher, it forwards SIGTERM, and ends the
+other rank when one has failed.
 """
 
 import contextlib
@@ -17,6 +17,9 @@ from typing import Any
 
 import psutil
 
+from megaclip.checkpoint import store
+from megaclip.engine.metrics import Metrics
+from megaclip.engine.run import main
 from tests.end_to_end.training_runs import free_port
 
 WORLD_SIZE = 2
@@ -120,7 +123,7 @@ def start(
 
 
 def in_child(function: Callable[[], Any]) -> None:
-    """Call a function that imports megaclip in a separate process."""
+    """Call a function that may start threads in a separate process."""
     pid = os.fork()
     if pid == 0:
         _never_returns(lambda: (function() and 0) or 0)
@@ -187,10 +190,9 @@ def _train(command: list[str], folder: Path, port: int, rank: int, prepare: Prep
     values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD_SIZE, "LOCAL_WORLD_SIZE": WORLD_SIZE}
     values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in values.items()})
-    from megaclip.checkpoint import store
-    from megaclip.engine.metrics import Metrics
-    from megaclip.engine.run import main
+    from tests.distributed.preload import log_as_rank  # here, because tests of the counts do not need it
 
+    log_as_rank()
     steps = os.open(folder / f"steps_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     published = os.open(folder / "published", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     record, publish = Metrics.record_step, store.publish

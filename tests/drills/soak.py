@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megaclip.engine.metrics import Metrics
 from tests.drills.jobs import WORLD_SIZE, start
 
 EVERY = 10
@@ -67,8 +68,6 @@ def growth(values: list[float], allowed: float, share: float) -> tuple[float, fl
 
 def measure_in(path: Path) -> None:
     """Make this rank write its resource usage to a file after every tenth step."""
-    from megaclip.engine.metrics import Metrics
-
     record = Metrics.record_step
 
     def recording(metrics: Metrics, step: int, *arguments: Any) -> None:
