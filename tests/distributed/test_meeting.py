@@ -2,8 +2,8 @@
 
 import logging
 import os
-import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,45 +11,45 @@ import torch
 from megaclip.engine import process_group
 from megaclip.errors import MegaclipError
 from tests.distributed.harness import run_ranks
+from tests.end_to_end.training_runs import free_port
 
-CASES = {  # WORLD_SIZE of the two ranks, RANK of the second one, its delay in seconds
-    "late": ((2, 2), 1, 0.6),
-    "absent": ((4, 4), 2, 0.0),
-    "two with one rank": ((3, 3), 0, 0.2),
-    "other sizes": ((2, 3), 1, 0.2),
+CASES = {  # WORLD_SIZE of the two ranks, RANK of the second one, seconds for which it waits for others
+    "late": ((2, 2), 1, 600.0),
+    "absent": ((4, 4), 2, 1.0),
+    "two with one rank": ((3, 3), 0, 600.0),
+    "other sizes": ((2, 3), 1, 600.0),
 }
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+def meet_in_every_case(ports: dict[str, int], folder: Path) -> dict[str, tuple[str, list[str]]]:
+    """Return, for every case, the error of this process and its warnings.
 
-
-def meet_in_every_case(ports: dict[str, int]) -> dict[str, tuple[str, list[str]]]:
-    """Return, for every case, the error of this process and its warnings."""
-    process_group._REPORT_S = 0.3
+    The second process comes when the first one has reported that it waits, however busy the machine is.
+    """
+    process_group._REPORT_S = 0.1
     place = int(os.environ["RANK"])
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(place)  # each host counts its own restarts
     results = {}
-    for name, (sizes, second, delay_s) in CASES.items():
+    for name, (sizes, second, limit_s) in CASES.items():
         rank = (0, second)[place]
         numbers = {"RANK": rank, "WORLD_SIZE": sizes[place], "MASTER_PORT": ports[name], "LOCAL_RANK": 0}
         os.environ.update({key: str(value) for key, value in numbers.items()})
         if place == 1 and rank == 0:  # of another host: it does not create the store
             os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"})
         lines: list[str] = []
+
+        def emit(record: logging.LogRecord, lines: list[str] = lines, reported: Path = folder / name) -> None:
+            lines.append(record.getMessage())
+            reported.touch()
+
         handler = logging.Handler()
-        handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign]
+        handler.emit = emit  # type: ignore[method-assign]
         process_group.logger.addHandler(handler)
-        time.sleep(delay_s * place)
+        while place == 1 and not (folder / name).exists():
+            time.sleep(0.01)
         error, store = "", None
         try:
-            store = process_group.meet_all_ranks(1.0)
+            store = process_group.meet_all_ranks(limit_s if place == 1 else 600.0)
         except MegaclipError as problem:
             error = str(problem)
         torch.distributed.barrier()  # the first rank's store outlives the second rank
@@ -60,9 +60,9 @@ def meet_in_every_case(ports: dict[str, int]) -> dict[str, tuple[str, list[str]]
 
 
 @pytest.fixture(scope="module")
-def meetings() -> dict[str, list[tuple[str, list[str]]]]:
-    ports = dict(zip(CASES, free_ports(len(CASES)), strict=True))
-    first, second = run_ranks(meet_in_every_case, 2, ports)
+def meetings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[str, list[str]]]]:
+    ports = {name: free_port() for name in CASES}
+    first, second = run_ranks(meet_in_every_case, 2, ports, tmp_path_factory.mktemp("reported"))
     return {name: [first[name], second[name]] for name in CASES}
 
 
@@ -76,7 +76,7 @@ def test_absent_ranks_are_named_in_one_error(meetings):
     (error, lines), (other, _) = meetings["absent"]
     assert error == other and "\n" not in error
     assert error.startswith("the run does not start: after 1 s it still waits for 2 of 4 ranks: 1, 3; see the output")
-    assert lines[-1] == "waiting for 2 of 4 ranks: 1, 3"
+    assert lines[0] == "waiting for 3 of 4 ranks: 1, 2, 3"
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,14 @@ from megaclip.guards import lock as run_lock
 from megaclip.guards.lock import LOCK, RunLock
 
 ROOT = Path(__file__).resolve().parents[3]
-# A process that holds the lock of the folder argv[1] until it is killed. A second argument simulates another host.
+# A process that holds the lock of the folder argv[1] until it is killed. A second argument simulates another host. A
+# busy machine may delay the heartbeats for seconds.
 HOLDER = """
 import socket, sys, time
 from pathlib import Path
 from megaclip.guards import lock as run_lock
 
-run_lock.HEARTBEAT_S, run_lock.SILENCE_S = 0.2, 3.0
+run_lock.HEARTBEAT_S, run_lock.SILENCE_S = 0.2, 3.0 if len(sys.argv) == 2 else 8.0
 if len(sys.argv) > 2:
     socket.gethostname = lambda: "another-host"
 run_lock.RunLock(Path(sys.argv[1])).take()
@@ -58,7 +59,7 @@ def times(monkeypatch) -> None:
     monkeypatch.setattr(run_lock, "SILENCE_S", 3.0)
 
 
-def test_a_second_run_is_refused_with_host_process_and_start_until_the_first_is_killed(tmp_path):
+def test_a_second_run_is_refused_with_host_process_and_start_until_the_first_is_killed(tmp_path, monkeypatch):
     with holder(tmp_path) as first:
         record = json.loads((tmp_path / LOCK).read_text())
         first.send_signal(signal.SIGSTOP)  # a stopped run still holds its folder
@@ -69,15 +70,19 @@ def test_a_second_run_is_refused_with_host_process_and_start_until_the_first_is_
             assert fact in str(refused.value)
         first.kill()
         first.wait()
+        monkeypatch.setattr(run_lock, "SILENCE_S", 600.0)  # a busy machine may take seconds
         second = RunLock(tmp_path)
         began = time.monotonic()
         second.take()
-        assert time.monotonic() - began < run_lock.SILENCE_S
+        assert time.monotonic() - began < 300
         second.release()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_on_another_host_holds_its_folder_while_its_heartbeat_continues_and_ends_when_it_has_lost_it(tmp_path):
+def test_a_run_on_another_host_holds_its_folder_while_its_heart_beats_and_ends_when_it_has_lost_it(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(run_lock, "SILENCE_S", 8.0)
     with holder(tmp_path, "on another host") as first:
         with pytest.raises(ConfigError, match=f"host another-host, process {first.pid}"):
             RunLock(tmp_path).take()
@@ -124,9 +129,10 @@ def test_an_empty_lock_is_deleted_only_when_it_is_older_than_a_heartbeat(tmp_pat
     (tmp_path / ".lock").touch()
     began = time.monotonic()
     monkeypatch.setattr(run_lock, "HEARTBEAT_S", 1.5)
+    monkeypatch.setattr(run_lock, "SILENCE_S", 600.0)
     lock = RunLock(tmp_path)
     lock.take()
-    assert 1.4 < time.monotonic() - began < run_lock.SILENCE_S
+    assert 1.4 < time.monotonic() - began < 300
     lock.release()
 
 

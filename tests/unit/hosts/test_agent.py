@@ -72,7 +72,8 @@ def launch(folder: Path, ports: dict[str, int]) -> dict[str, tuple[int, list[str
             time.sleep(0.1)
         words = ["--nnodes", "1:2" if later else "2", "--max-restarts", "2"]
         words += ["--local-addr", "localhost", "--rdzv-endpoint", f"localhost:{ports[name]}"]
-        quick = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=4"
+        # A busy machine may pause a launcher for seconds. After a stop the launchers wait for hosts for this time too.
+        quick = f"last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt={30 if later else 8}"
         words += ["--rdzv-conf", f"is_host={1 - own_rank},{quick}", "train"]
         with pytest.raises(SystemExit) as end:
             command.main(words)
