@@ -109,7 +109,8 @@ def test_when_a_run_ends_and_when_it_starts_again(tmp_path: Path) -> None:
         assert starts(name).count("0 2") == attempts and starts(name).count("1 2") - attempts in (0, 1), name
     for later in ("the second host comes later", "the second host comes later, when the rank has saved"):
         assert (first[later][0], second[later][0]) == (0, 0), (first[later], second[later])
-        assert starts(later) == ["0 1", "0 2", "1 2"]
+        # The first host starts alone again if the second one, on a busy machine, misses torch's last call.
+        assert set(starts(later)[:-2]) == {"0 1"} and starts(later)[-2:] == ["0 2", "1 2"]
     fails_twice = first["a rank of the second host fails twice at the same step"]
     assert "failed twice without a checkpoint after step 4" in fails_twice[1][-1]
     assert "--max-restarts 2 allows no further restart" in first["each attempt saves and fails"][1][-1]
