@@ -6,14 +6,19 @@ import sys
 
 import pytest
 
+from tests.drills.faults import FAULTS
 from tests.drills.soak import growth
 from tests.end_to_end.training_runs import ROOT, launcher_environment
 
+VARIATIONS = {"file_truncated", "file_deleted", "shard_deleted", "shard_unreadable", "sigusr1"}
+"""Faults that a run notices as it notices another one of the list. Tests of single modules cover them too."""
+
 
 @pytest.mark.long
-def test_one_trial_of_each_drill():
+def test_one_trial_of_each_drill_except_variations():
+    faults = [name for name in FAULTS if name not in VARIATIONS]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.drills", "--trials", "1", "--seed", "5", "--soak-steps", "0"],
+        [sys.executable, "-m", "tests.drills", "--trials", "1", "--seed", "5", "--soak-steps", "0", "--only", *faults],
         cwd=ROOT,
         env=launcher_environment(),
         stdout=subprocess.PIPE,
@@ -21,7 +26,7 @@ def test_one_trial_of_each_drill():
         text=True,
     )
     rows = re.findall(r"^\| ([a-z ]+) \| 1 \| [01] \|(.*)\|$", done.stdout, re.M)
-    assert len(rows) >= 15, done.stdout
+    assert len(rows) >= len(faults) - 4, done.stdout  # without root four are left out
     assert done.returncode == 0, done.stdout
     assert all(set(re.findall(r"\d+", counts)) == {"0"} for _, counts in rows)
 

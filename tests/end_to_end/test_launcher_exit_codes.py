@@ -1,62 +1,58 @@
-"""Exit codes of the deepspeed launcher after a signal, as in docs/training.md. All runs save before they end."""
+"""A signal to all processes, to `deepspeed` or to its launch.py: no rank is left, the run has saved, the exit code."""
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.end_to_end.training_runs import flags, launcher_command, launcher_environment
+from megaclip.guards.lock import LOCK
+from tests.end_to_end.training_runs import WORLD_SIZE, flags, launcher_command, launcher_environment, wait_for_text
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("receiver", "ignores_sigint", "code"),
+    ("receiver", "number", "code"),
     [
-        ("all", False, -signal.SIGINT),  # Ctrl-C in a terminal; a shell reports 130
-        ("all", True, 1),  # Ctrl-C, with the launcher in the background of a script
-        ("rank", False, 128 + signal.SIGUSR1),
-        ("deepspeed", False, -signal.SIGTERM),  # it has no handler; launch.py and the ranks continue
+        ("all", signal.SIGINT, -signal.SIGINT),  # Ctrl-C in a terminal; a shell reports 130
+        ("deepspeed", signal.SIGTERM, -signal.SIGTERM),  # it has no handler; launch.py and the ranks continue
+        ("launch.py", signal.SIGKILL, 0),  # the project cannot change this exit code
     ],
 )
-def test_exit_code_of_the_launcher(
-    tiny_run: Path, tmp_path: Path, receiver: str, ignores_sigint: bool, code: int
+def test_ended_launchers_leave_no_rank_and_no_lost_step(
+    tiny_run: Path, tmp_path: Path, receiver: str, number: signal.Signals, code: int
 ) -> None:
-    command = launcher_command(flags(tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=100_000))
-    launcher = subprocess.Popen(
-        command,
-        env=launcher_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN if ignores_sigint else signal.SIG_DFL),
-    )
-    assert launcher.stdout is not None
+    log = tmp_path / "log"  # not a pipe: ranks would block when it is full
+    with log.open("w") as output:
+        deepspeed = subprocess.Popen(
+            launcher_command(flags(tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=100_000)),
+            env=launcher_environment(),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+        )
     try:
-        output = ""
-        while " step 3/" not in output:
-            line = launcher.stdout.readline()
-            assert line, output
-            output += line
+        wait_for_text(log, " step 3/", deepspeed)
+        (launch,) = psutil.Process(deepspeed.pid).children()
+        ranks = launch.children()
+        assert len(ranks) == WORLD_SIZE
         if receiver == "all":
-            os.killpg(launcher.pid, signal.SIGINT)
-        elif receiver == "deepspeed":
-            launcher.terminate()
+            os.killpg(deepspeed.pid, number)
         else:
-            os.kill(rank_of(tmp_path), signal.SIGUSR1)
-        output += launcher.stdout.read()  # ends when all processes of the run have ended
-        assert launcher.wait(60) == code, output
+            os.kill(deepspeed.pid if receiver == "deepspeed" else launch.pid, number)
+        assert deepspeed.wait(300) == code, log.read_text()
+        _, alive = psutil.wait_procs(ranks, timeout=300)
+        assert alive == []
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(launcher.pid, signal.SIGKILL)
-    assert "stopped by" in output and (tmp_path / "run" / "checkpoints" / "latest").exists()
-
-
-def rank_of(logs: Path) -> int:
-    """Return the process id of a rank of the run in `logs`."""
-    listed = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    ranks = [line for line in listed.splitlines() if "train.py --local_rank=" in line and str(logs) in line]
-    return int(ranks[0].split()[0])
+            os.killpg(deepspeed.pid, signal.SIGKILL)
+        deepspeed.wait()
+    stopped = re.search(r"stopped by SIG\w+ after step (\d+)", log.read_text())
+    assert stopped is not None, log.read_text()
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step_{int(stopped[1]):08d}"
+    assert not (tmp_path / "run" / LOCK).exists()

@@ -19,17 +19,15 @@ from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.trainer import Trainer
 from megaclip.errors import DataError, NonFiniteError
 from megaclip.step.sample_store import StepStore
-from tests.distributed.harness import run_ranks
-from tests.end_to_end.training_runs import DS_CONFIG, WORLD_SIZE, Finished, flags, run_here, scalars
+from tests.end_to_end.training_runs import DS_CONFIG, WORLD_SIZE, Finished, flags, run_by_name, scalars
 from tests.tolerances import WEIGHT_AVERAGE, assert_close, assert_far
 
 STEPS, BAD = 8, (3, 4)
 DECAY = 0.6
 SETTINGS: dict[str, dict[str, Any]] = {
     "cpu": {"data_offload": "cpu", "ema_decay": DECAY},
-    "reread": {"data_offload": "reread"},
     "fastclip": {"loss": "fastclip_v3", "reduction": "scalar", "ema_decay": DECAY},
-    "batch norm": {},
+    "batch norm": {"data_offload": "reread"},
 }
 RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 64}
 
@@ -42,8 +40,9 @@ class Ends:
     by_name: dict[str, list[Finished]]
 
 
-def with_bad_steps(command: list[str], store: str, kind: str) -> Finished:
-    """Call `main(command)` in this rank. In the bad steps the loss is NaN, data fail, or an error is raised at once."""
+def with_bad_steps(patch: pytest.MonkeyPatch, name: str) -> None:
+    """In the bad steps the loss is NaN, the data fail, or an error is raised at once."""
+    kind = name.split()[-1]
     bind, accumulate, agree = RunLoss.bind, Trainer._accumulate, StepStore.agree
     current = [0]
 
@@ -54,7 +53,8 @@ def with_bad_steps(command: list[str], store: str, kind: str) -> Finished:
         return accumulate(trainer, *arguments)
 
     def spoil(loss: RunLoss, *arguments: Any) -> Any:
-        bound, factor = bind(loss, *arguments), math.nan if kind == "nan" and current[0] in BAD else 1.0
+        bound, is_nan = bind(loss, *arguments), kind not in ("raises", "data") and current[0] in BAD
+        factor = math.nan if is_nan else 1.0
         return lambda *features: factor * bound(*features)
 
     def fail(batch: StepStore) -> None:
@@ -62,15 +62,9 @@ def with_bad_steps(command: list[str], store: str, kind: str) -> Finished:
         if kind == "data" and current[0] in BAD:
             raise DataError("the data of a rank failed")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepStore, "agree", fail)
-        patch.setattr(Trainer, "_accumulate", note_step)
-        patch.setattr(RunLoss, "bind", spoil)
-        return run_here(command, Path(store))
-
-
-def all_runs(commands: dict[str, tuple[list[str], str]], stores: str) -> dict[str, Finished]:
-    return {name: with_bad_steps(line, f"{stores}/store {name}", kind) for name, (line, kind) in commands.items()}
+    patch.setattr(StepStore, "agree", fail)
+    patch.setattr(Trainer, "_accumulate", note_step)
+    patch.setattr(RunLoss, "bind", spoil)
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +81,11 @@ def ends(tiny_run, tmp_path_factory) -> Ends:
         if name == "batch norm":
             changes["model"] = resnet
         for kind in ("nan", "raises", "data") if name == "batch norm" else ("nan", "raises"):
-            commands[f"{name} {kind}"] = (flags(tiny_run, config, logs, name=f"{name}_{kind}", **changes), kind)
+            commands[f"{name} {kind}"] = flags(tiny_run, config, logs, name=f"{name}_{kind}", **changes)
     config, changes = logs / "cpu.json", {"train_steps": STEPS, "save_every_steps": 1}
-    commands["stop"] = (flags(tiny_run, config, logs, name="stop", **changes), "nan")
-    commands["limit"] = (flags(tiny_run, config, logs, name="limit", on_nonfinite="skip:1", **changes), "nan")
-    per_rank = run_ranks(all_runs, WORLD_SIZE, commands, str(logs))
-    return Ends(logs, {name: [results[name] for results in per_rank] for name in commands})
+    commands["stop"] = flags(tiny_run, config, logs, name="stop", **changes)
+    commands["limit"] = flags(tiny_run, config, logs, name="limit", on_nonfinite="skip:1", **changes)
+    return Ends(logs, run_by_name(commands, with_bad_steps))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -1,18 +1,14 @@
-"""Faults of processes during training: a rank hangs, a data worker or a launcher is killed.
+"""Faults of processes during training: a rank hangs, is suspended or is slow, a data worker is killed.
 
-The ranks of the harness end themselves, and the report of the harness shows how. The last test uses the deepspeed
-launcher.
+The ranks of the harness end themselves, and the report of the harness shows how. test_launcher_exit_codes.py and
+test_starters.py end launchers.
 """
 
-import contextlib
 import errno
-import multiprocessing
 import os
 import random
 import re
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -30,25 +26,12 @@ from megaclip.engine.checkpoints import Checkpoints
 from megaclip.engine.metrics import Metrics
 from megaclip.engine.run import main
 from megaclip.engine.trainer import Trainer
-from megaclip.errors import DataError
 from megaclip.files import write_atomically
 from megaclip.guards import watchdog
-from megaclip.guards.lock import LOCK
 from megaclip.guards.watchdog import HANG_EXIT_CODE, Watchdog
 from tests.distributed import harness
 from tests.distributed.harness import RankFailure, run_ranks
-from tests.end_to_end.training_runs import (
-    ROOT,
-    WORLD_SIZE,
-    Finished,
-    data_workers,
-    flags,
-    launcher_command,
-    launcher_environment,
-    run_here,
-    run_in_ranks,
-    wait_for_text,
-)
+from tests.end_to_end.training_runs import WORLD_SIZE, Finished, allow_data_workers, data_workers, flags, run_by_name
 
 FAULT_AFTER = 6
 MISSED_HEARTBEATS = 20
@@ -63,8 +46,7 @@ def faulty(command: list[str], log: str, faults: dict[int, Callable[[], Any]]) -
 
     log: file for a rank's standard error, because a rank that ends itself returns nothing.
     """
-    # A rank of the harness is a daemon, which may not have data workers.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    allow_data_workers()
     rank, record = int(os.environ["RANK"]), Metrics.record_step
     os.dup2(os.open(f"{log}_{rank}", os.O_WRONLY | os.O_CREAT), 2)
 
@@ -127,10 +109,10 @@ SLOW_TIMEOUT_S = 3
 SLOW_S = SLOW_TIMEOUT_S + MISSED_HEARTBEATS * SLOW_TIMEOUT_S / 10 + 1.5
 
 
-def slow_everything(command: list[str], store: str) -> Finished:
-    """Call `main(command)` with a first step, evaluation and checkpoint that are slower than the hang time-out.
+def slow_everything(patch: pytest.MonkeyPatch, _: str) -> None:
+    """Make a first step, an evaluation and a checkpoint slower than the hang time-out.
 
-    Only rank 0 is slow in the evaluation. The other rank waits for it in the next step.
+    Only rank 0 is slow in the first evaluation. The other rank waits for it in the next step.
     """
     rank, first, evaluate, save = os.environ["RANK"], Trainer._accumulate, Trainer.evaluate, Checkpoints.save
 
@@ -138,26 +120,23 @@ def slow_everything(command: list[str], store: str) -> Finished:
         time.sleep(SLOW_S if trainer.step == 0 else 0.0)
         return first(trainer, *arguments)
 
-    def slow_evaluation(*arguments: Any) -> dict[str, float]:
-        scores = evaluate(*arguments)
-        time.sleep(SLOW_S if rank == "0" else 0.0)
+    def slow_evaluation(trainer: Trainer, *arguments: Any) -> dict[str, float]:
+        scores = evaluate(trainer, *arguments)
+        time.sleep(SLOW_S if rank == "0" and trainer.step < trainer.length.total_steps else 0.0)
         return scores
 
     def slow_checkpoint(checkpoints: Checkpoints, *, training_continues: bool) -> None:
         time.sleep(SLOW_S)
         save(checkpoints, training_continues=training_continues)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_accumulate", slow_first_step)
-        patch.setattr(Trainer, "evaluate", slow_evaluation)
-        patch.setattr(Checkpoints, "save", slow_checkpoint)
-        patch.setattr(watchdog, "_MISSED_HEARTBEATS", MISSED_HEARTBEATS)
-        return run_here(command, Path(store))
+    patch.setattr(Trainer, "_accumulate", slow_first_step)
+    patch.setattr(Trainer, "evaluate", slow_evaluation)
+    patch.setattr(Checkpoints, "save", slow_checkpoint)
+    patch.setattr(watchdog, "_MISSED_HEARTBEATS", MISSED_HEARTBEATS)
 
 
-def no_more_processes(command: list[str], store: str) -> Finished:
-    """Call `main(command)`. The system refuses to start the data workers of rank 1."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+def no_more_processes_or_disk(patch: pytest.MonkeyPatch, name: str) -> None:
+    """The system refuses to start the data workers of rank 1, or the disk is full when the run writes metrics.json."""
     fork = os.fork
 
     def refused() -> int:
@@ -165,50 +144,40 @@ def no_more_processes(command: list[str], store: str) -> Finished:
             raise BlockingIOError(11, "Resource temporarily unavailable")
         return fork()
 
-    with pytest.MonkeyPatch.context() as patch:
-        if os.environ["RANK"] == "1":
-            patch.setattr(os, "fork", refused)
-        return run_here(command, Path(store))
-
-
-def test_a_rank_that_cannot_start_data_workers_ends_all_ranks_with_one_error(tiny_run, tmp_path):
-    command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, workers=1)
-    ends = run_ranks(no_more_processes, WORLD_SIZE, command, str(tmp_path / "store"))
-    assert [end.exit_code for end in ends] == [DataError.exit_code] * WORLD_SIZE, ends[0].output
-    (error,) = ends[0].errors
-    assert "--workers 1: cannot start the data workers" in error and "ulimit" in error
-    assert not any("Traceback" in end.output for end in ends)
-
-
-def full_disk_after_training(command: list[str], store: str) -> Finished:
-    """Call `main(command)`. The disk is full when the run writes metrics.json."""
-
     def write(path: Path, text: str) -> None:
         if path.name == "metrics.json":
             raise OSError(errno.ENOSPC, "No space left on device")
         write_atomically(path, text)
 
-    with pytest.MonkeyPatch.context() as patch:
+    if name == "no processes" and os.environ["RANK"] == "1":
+        patch.setattr(os, "fork", refused)
+    if name == "full disk":
         patch.setattr(run_folder, "write_atomically", write)
-        return run_here(command, Path(store))
 
 
-def test_a_full_disk_does_not_count_as_a_refused_setting(tiny_run, tmp_path):
-    """After exit code 78, `megaclip launch` does not start the run again."""
-    command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=1, warmup=0)
-    ends = run_ranks(full_disk_after_training, WORLD_SIZE, command, str(tmp_path / "store"))
-    assert [end.exit_code for end in ends] == [1] * WORLD_SIZE, ends[0].output
-    (error,) = ends[0].errors
-    assert "No space left on device; free space" in error and "--resume auto" in error
+def test_a_rank_that_finds_no_processes_or_disk_ends_all_ranks_with_one_error(tiny_run, tmp_path):
+    """After exit code 78, `megaclip launch` does not start the run again, so a full disk has another one."""
+
+    def command(name: str, **changes: Any) -> list[str]:
+        return flags(tiny_run, tiny_run / "zero1.json", tmp_path, name=name, train_steps=1, warmup=0, **changes)
+
+    commands = {"no processes": command("no processes", workers=1), "full disk": command("full disk")}
+    ends = run_by_name(commands, no_more_processes_or_disk)
+    for run in ends.values():
+        assert [end.exit_code for end in run] == [1] * WORLD_SIZE, run[0].output
+        assert not any("Traceback" in end.output for end in run)
+    ((processes,), (disk,)) = (ends[name][0].errors for name in commands)
+    assert "--workers 1: cannot start the data workers" in processes and "ulimit" in processes
+    assert "No space left on device; free space" in disk and "--resume auto" in disk
 
 
 @pytest.mark.long
 def test_a_slow_first_step_evaluation_and_checkpoint_are_no_hang(tiny_run, tmp_path):
     evaluation = {"val_data": tiny_run / "held_out" / "*.tar", "eval_batch_size": 16, "eval_every_steps": 5}
     command = flags(
-        tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=8, hang_timeout=SLOW_TIMEOUT_S, **evaluation
+        tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=6, hang_timeout=SLOW_TIMEOUT_S, **evaluation
     )
-    ends = run_ranks(slow_everything, WORLD_SIZE, command, str(tmp_path / "store"))
+    ends = run_by_name({"slow": command}, slow_everything)["slow"]
     assert [end.exit_code for end in ends] == [0] * WORLD_SIZE, ends[0].output
     assert not (tmp_path / "run" / "stacks").exists()
 
@@ -254,44 +223,3 @@ def test_a_killed_data_worker_ends_all_ranks_with_one_error_and_a_checkpoint(tin
     saved = int((tmp_path / "run" / "checkpoints" / "latest").read_text().removeprefix("step_"))
     # Batches that were read before the worker died are still used.
     assert FAULT_AFTER <= saved <= FAULT_AFTER + 5
-
-
-@pytest.mark.long
-def test_a_killed_launcher_leaves_no_rank_and_no_lost_step(tiny_run, tmp_path):
-    """After this, the `deepspeed` command exits with 0. The project cannot change this."""
-    command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=100_000, save_every_steps=1000)
-    log = tmp_path / "log"  # not a pipe: ranks would block when it is full
-    with log.open("w") as output:
-        launched = subprocess.Popen(
-            launcher_command(command),
-            cwd=ROOT,
-            env=launcher_environment(),
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    try:
-        wait_for_text(log, "step 3/100000", launched)
-        (launcher,) = psutil.Process(launched.pid).children()
-        ranks = launcher.children()
-        assert len(ranks) == WORLD_SIZE
-        (second,) = run_in_ranks([command])
-        assert [end.exit_code for end in second] == [1] * WORLD_SIZE
-        assert f"in use by another run: host {socket.gethostname()}, process {ranks[0].pid}" in second[0].errors[0]
-        launcher.kill()
-        assert launched.wait(300) == 0
-        _, alive = psutil.wait_procs(ranks, timeout=300)
-        assert alive == []
-        logged = log.read_text()
-        assert f"the launcher, process {launcher.pid}, has ended" in logged
-        stopped = re.search(r"stopped by SIGTERM after step (\d+)", logged)
-        assert stopped is not None, logged
-        latest = (tmp_path / "run" / "checkpoints" / "latest").read_text()
-        assert latest == f"step_{int(stopped[1]):08d}"
-        assert not (tmp_path / "run" / LOCK).exists()
-    finally:
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, ProcessLookupError):
-                if process.pid != os.getpid() and os.getsid(process.pid) == launched.pid:
-                    process.kill()
-        launched.wait()

@@ -1,15 +1,14 @@
 """A stopped or killed run that is resumed has the samples, losses and weights of a run that never stopped.
 
 Losses and weights are equal bit by bit. All runs use one machine, with the same instruction set and number of threads,
-because other processors add in another order. The runs use ranks of the harness. One test uses the deepspeed launcher
-with data workers.
+because other processors add in another order. The runs use ranks of the harness. tests/drills kills whole jobs with
+data workers.
 """
 
 import json
 import math
 import os
 import signal
-import subprocess
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,18 +24,7 @@ from megaclip.engine.run_loss import RunLoss
 from megaclip.step.batch import Tower
 from megaclip.step.gradient_cache import RandomState
 from tests.distributed.harness import RankFailure, run_ranks
-from tests.end_to_end.training_runs import (
-    ROOT,
-    WORLD_SIZE,
-    Finished,
-    flags,
-    launch,
-    launcher_command,
-    launcher_environment,
-    run_here,
-    run_in_ranks,
-    scalars,
-)
+from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, run_by_name, run_here, run_in_ranks, scalars
 from tests.tolerances import WRITTEN, assert_close
 
 STEPS = 10
@@ -269,11 +257,8 @@ def test_resuming_a_finished_run_changes_nothing(runs, tiny_run):
     assert kept == {path: path.read_bytes() for path in kept}
 
 
-def fails_to_evaluate(command: list[str], store: str) -> Finished:
-    """Call `main(command)` in this rank. The rank is killed when it evaluates."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "_evaluate", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        return run_here(command, Path(store))
+def dies_in_evaluation(patch: pytest.MonkeyPatch, _: str) -> None:
+    patch.setattr(Run, "_evaluate", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
 @pytest.mark.parametrize("runs", ["zero1"], indirect=True)
@@ -286,7 +271,7 @@ def test_a_run_killed_in_its_last_evaluation_only_evaluates_when_resumed(runs, t
         return flags(tiny_run, runs.config, runs.logs, name="unscored", **schedule, **data, **changes)
 
     with pytest.raises(RankFailure):
-        run_ranks(fails_to_evaluate, WORLD_SIZE, command(), str(runs.logs / "unused_too"))
+        run_by_name({"killed": command()}, dies_in_evaluation)
     run = runs.logs / "unscored"
     assert (run / "checkpoints" / "latest").read_text() == "step_00000002" and not (run / "metrics.json").exists()
     (ends,) = run_in_ranks([command(resume="auto")])
@@ -309,50 +294,9 @@ def test_a_run_resumed_from_an_earlier_step_is_complete_only_at_its_own_end(runs
     assert [end.exit_code for end in ends] == [0] * WORLD_SIZE, ends[0].output
     assert json.loads((run / "metrics.json").read_text())["steps"] == 2
     with pytest.raises(RankFailure):
-        back = command(resume=run / "checkpoints" / "step_00000001")
-        run_ranks(fails_to_evaluate, WORLD_SIZE, back, str(runs.logs / "unused_for_back"))
+        run_by_name({"back": command(resume=run / "checkpoints" / "step_00000001")}, dies_in_evaluation)
     assert (run / "checkpoints" / "latest").read_text() == "step_00000002" and not (run / "metrics.json").exists()
     (ends,) = run_in_ranks([command(resume="auto")])
     assert [end.exit_code for end in ends] == [0] * WORLD_SIZE, ends[0].output
     assert "evaluation at step 2: " in ends[0].output
     assert json.loads((run / "metrics.json").read_text())["steps"] == 2
-
-
-KILLS_ALL = f"""
-import os, signal, sys
-from megaclip.engine.metrics import Metrics
-from megaclip.engine.run import main
-
-show_step = Metrics.record_step
-
-def step(metrics, number, *arguments):
-    show_step(metrics, number, *arguments)
-    if number == {KILLED_AFTER}:
-        os.killpg(0, signal.SIGKILL)
-
-Metrics.record_step = step
-main(sys.argv[1:])
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("runs", ["zero3"], indirect=True)
-def test_a_launcher_killed_with_its_ranks_and_data_workers_can_be_resumed(runs, tiny_run, tmp_path):
-    """The losses equal those of the run in the harness, which has no data workers."""
-    command = flags(tiny_run, runs.config, runs.logs, name="launched", workers=1, **SCHEDULE, **FLAGS["zero3"])
-    script = tmp_path / "kills_all.py"
-    script.write_text(KILLS_ALL)
-    killed = subprocess.run(
-        launcher_command(command, script=script),
-        cwd=ROOT,
-        env=launcher_environment(),
-        capture_output=True,
-        text=True,
-        start_new_session=True,
-        timeout=600,
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
-    done = launch([*command, "--resume", "auto"])
-    assert done.exit_code == 0, done.output
-    assert f"at step {SAVE_EVERY}" in done.output
-    assert scalars(runs.logs / "launched")["train/loss"] == scalars(runs.logs / "never")["train/loss"]

@@ -6,12 +6,11 @@ is repeated or left out, or an optimizer moment or estimator that is not restore
 """
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.training_runs import DS_CONFIG, flags, launch, run_in_ranks, scalars
+from tests.end_to_end.training_runs import DS_CONFIG, flags, run_in_ranks, scalars
 from tests.tolerances import RUN, assert_close, assert_far
 
 STEPS, SAVED = 11, 8  # an epoch has 8 steps, so the resumed steps use samples whose state was saved
@@ -82,22 +81,6 @@ def test_losses_equal_those_of_the_run_that_never_stopped(folder: Path, name: st
             # The steps before the checkpoint simulate a run that repeats samples.
             repeated = [whole["train/loss"][step - 1] / value for step, value in expected.items()]
             assert_far(repeated, [1.0] * len(expected), RUN[scalar], "a run one step behind")
-
-
-@pytest.mark.long
-def test_the_launcher_resumes_with_another_number_of_ranks(folder: Path, tiny_run: Path) -> None:
-    """The run uses --resume auto in its folder, whose newest checkpoint was saved by two ranks at step SAVED.
-
-    The losses are compared bit by bit on one machine with the same instruction set and number of threads.
-    """
-    name = "two to one, ZeRO-1"
-    run, tag = folder / "launched", f"step_{SAVED:08d}"
-    shutil.copytree(folder / f"{name} whole" / "checkpoints" / f"step_{SAVED:08d}", run / "checkpoints" / tag)
-    (run / "checkpoints" / "latest").write_text(tag)
-    shared = {"train_steps": STEPS, "aug_scale": [0.5, 1.0], "resume": "auto"}
-    done = launch(flags(tiny_run, folder / f"{name} whole.json", folder, name="launched", **shared), ranks=1)
-    assert done.exit_code == 0, done.output
-    assert scalars(run)["train/loss"] == scalars(folder / f"{name} continued")["train/loss"]
 
 
 def test_another_contrastive_batch_is_refused(folder: Path, tiny_run: Path) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,14 +50,11 @@ def test_torchrun_has_the_losses_of_plain_python(tiny_run, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
-def test_ranks_save_and_end_after_their_torchrun_has_ended(
-    tiny_run: Path, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_ranks_save_and_end_after_their_torchrun_has_ended(tiny_run: Path, tmp_path: Path) -> None:
     """The torchrun process holds the store, so the watchdogs of the ranks lose the store."""
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps({**DS_CONFIG, "zero_optimization": {"stage": 1}}))
-    more = {"train_steps": 100_000, "save_every_steps": 100_000, "hang_timeout": 6}
+    more = {"train_steps": 100_000, "save_every_steps": 100_000, "hang_timeout": 20}
     command = [*TORCHRUN, str(ROOT / "launch/train.py"), *flags(tiny_run, config, tmp_path, **more)]
     environment = {key: value for key, value in launcher_environment().items() if key not in ("RANK", "WORLD_SIZE")}
     with open(tmp_path / "log", "w") as log:
@@ -66,7 +62,7 @@ def test_ranks_save_and_end_after_their_torchrun_has_ended(
         try:
             wait_for_text(tmp_path / "log", "step 5/", torchrun)
             ranks = psutil.Process(torchrun.pid).children()
-            torchrun.send_signal(number)
+            torchrun.kill()
             torchrun.wait(300)
             _, alive = psutil.wait_procs(ranks, timeout=300)
             assert not alive, (tmp_path / "log").read_text()[-3000:]

@@ -16,7 +16,7 @@ import pytest
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.megatron_mark import MEGATRON
 from tests.end_to_end.test_resume import Sent, record
-from tests.end_to_end.training_runs import DS_CONFIG, Finished, flags, launch, scalars
+from tests.end_to_end.training_runs import DS_CONFIG, flags, run_in_ranks, scalars
 from tests.tolerances import RUN, assert_close
 
 pytestmark = [pytest.mark.long, MEGATRON]
@@ -42,8 +42,8 @@ def with_more_captions(shards: list[Path], out: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Finished]]:
-    """Folder of the runs `serial` (one rank) and `split` (two ranks, killed, then one rank), and how they ended."""
+def folder(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the runs `serial` (one rank), `size 2` (two ranks) and `split` (two ranks, killed, then one rank)."""
     folder = tmp_path_factory.mktemp("tensor_parallel")
     held_out = with_more_captions(sorted((tiny_run / "held_out").glob("*.tar")), folder / "held_out.tar")
     evaluation = {"val_data": held_out, "group_captions": [], "zeroshot_data": tiny_run / "zero_shot"}
@@ -60,25 +60,18 @@ def runs(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         path.write_text(json.dumps(config))
         return flags(tiny_run, path, folder, name=name, **shared, **evaluation, **changes)
 
-    ends = {"serial": launch(command("serial", 1), ranks=1)}
     with pytest.raises(RankFailure, match="2 of 2 ranks failed"):
         kill = Sent(signal.SIGKILL, KILLED_AFTER, ranks=(0, 1))
         run_ranks(record, 2, command("split", 2), str(folder / "unused"), kill)
-    ends["killed at size 2, resumed at size 1"] = launch(command("split", 1, resume="auto"), ranks=1)
-    ends["size 2"] = launch(command("size 2", 2), ranks=2)
-    return folder, ends
-
-
-def test_every_run_ends_without_an_error(runs):
-    _, ends = runs
-    assert {name: end.exit_code for name, end in ends.items()} == dict.fromkeys(ends, 0), ends
-    assert "converting a checkpoint of 2 ranks" in ends["killed at size 2, resumed at size 1"].output
-    assert "tensor-parallel size 2" in ends["size 2"].output
+    (serial,), (resumed,) = run_in_ranks([command("serial", 1), command("split", 1, resume="auto")], 1)
+    ((first, second),) = run_in_ranks([command("size 2", 2)])
+    assert [end.exit_code for end in (serial, resumed, first, second)] == [0] * 4, (serial, resumed, first, second)
+    assert "converting a checkpoint of 2 ranks" in resumed.output and "tensor-parallel size 2" in first.output
+    return folder
 
 
 @pytest.mark.parametrize(("name", "steps"), [("split", range(SAVED + 1, STEPS + 1)), ("size 2", range(1, STEPS + 1))])
-def test_losses_equal_those_of_one_rank(runs, name, steps):
-    folder, _ = runs
+def test_losses_equal_those_of_one_rank(folder, name, steps):
     for scalar in ("loss", "gradient_norm", "logit_scale"):
         found, expected = (scalars(folder / run)[f"train/{scalar}"] for run in (name, "serial"))
         # The norm falls from 65 to 5, and its rounding errors do not: the gradients of the samples cancel each other.
@@ -88,9 +81,8 @@ def test_losses_equal_those_of_one_rank(runs, name, steps):
 
 
 @pytest.mark.parametrize("name", ["split", "size 2"])
-def test_scores_equal_those_of_one_rank(runs, name):
+def test_scores_equal_those_of_one_rank(folder, name):
     """The scores depend on ranks of similarities only, so features that differ by rounding give equal scores."""
-    folder, _ = runs
     found, expected = (scalars(folder / run) for run in (name, "serial"))
     scores = [key for key in expected if key.startswith("evaluation/")]
     assert len(scores) >= 8

@@ -1,10 +1,11 @@
 """Two ways to train in a test: `launch` (the deepspeed launcher) and `run_in_ranks` (ranks of the harness).
 
-A launch takes ten seconds. `run_in_ranks` calls the same `main(argv)` for several runs, one after the other, in ranks
-that have already loaded torch. It returns what each run writes to standard error.
+A launch takes ten seconds. `run_in_ranks` and `run_by_name` call the same `main(argv)` for several runs, one after the
+other, in ranks that have already loaded torch. They return what each run writes to standard error.
 """
 
 import contextlib
+import multiprocessing
 import os
 import random
 import shutil
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -92,17 +94,22 @@ def flags(folder: Path, deepspeed_config: Path, logs: Path, **changes: Any) -> l
     return command
 
 
+_given: set[int] = set()
+"""Ports that `free_port` has returned."""
+
+
 def free_port() -> int:
-    """Return a free port that no other process takes before the launcher uses it.
+    """Return a free port that no other process takes before the launcher uses it. Each call returns another one.
 
     The port is below the range of outgoing connections and below the default port of launchers. Every parallel process
     of pytest chooses from a different set of ports.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     own = range(20_000 + worker, 29_000, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-    for port in random.SystemRandom().sample(own, 100):
+    for port in random.SystemRandom().sample([port for port in own if port not in _given], 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
+            _given.add(port)
             return port
     raise RuntimeError("no free port from 20000 to 29000")
 
@@ -139,7 +146,8 @@ def wait_for_text(log: Path, text: str, process: subprocess.Popen) -> None:
     """Wait until a process has written `text` to its log. The process must not end before that."""
     deadline = time.monotonic() + 600
     while text not in log.read_text():
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        assert process.poll() is None or text in log.read_text(), log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
 
 
@@ -154,15 +162,38 @@ def data_workers(rank: int) -> list[psutil.Process]:
     return found
 
 
+Prepare = Callable[[pytest.MonkeyPatch, str], Any]
+"""Function that changes a rank before the run with a name, at the top level of a test. The patch ends with the run."""
+
+
 def run_in_ranks(commands: list[list[str]], world_size: int = WORLD_SIZE) -> list[list[Finished]]:
     """Train with each command, in one launch of the harness. Return `result[command][rank]`."""
+    return list(run_by_name({str(number): line for number, line in enumerate(commands)}, None, world_size).values())
+
+
+def run_by_name(
+    commands: dict[str, list[str]], prepare: Prepare | None, world_size: int = WORLD_SIZE
+) -> dict[str, list[Finished]]:
+    """Train with each command, in one launch of the harness. Return the ends of each run on each rank, by name."""
     with tempfile.TemporaryDirectory() as stores:
-        per_rank = run_ranks(_run_all, world_size, commands, stores)
-    return [list(ends) for ends in zip(*per_rank, strict=True)]
+        per_rank = run_ranks(_run_all, world_size, commands, prepare, stores)
+    return {name: [ends[name] for ends in per_rank] for name in commands}
 
 
-def _run_all(commands: list[list[str]], stores: str) -> list[Finished]:
-    return [run_here(command, Path(stores) / str(number)) for number, command in enumerate(commands)]
+def _run_all(commands: dict[str, list[str]], prepare: Prepare | None, stores: str) -> dict[str, Finished]:
+    allow_data_workers()
+    ends = {}
+    for number, (name, command) in enumerate(commands.items()):
+        with pytest.MonkeyPatch.context() as patch:
+            if prepare is not None:
+                prepare(patch, name)
+            ends[name] = run_here(command, Path(stores) / str(number))
+    return ends
+
+
+def allow_data_workers() -> None:
+    """Let this rank of the harness have child processes, which a daemon may not have."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
 
 
 def run_here(command: list[str], store: Path) -> Finished:
