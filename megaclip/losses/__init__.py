@@ -4,7 +4,7 @@
 module, an entry in `LOSSES`, its costs in `costs.LOSS_COSTS`, its name in `megaclip.config.section`, its settings and a
 test.
 
-The import registers the tile operations with PyTorch, as torch.ops.megaclip.*, and with DeepSpeed, as the op that
+The import registers the tile operations with DeepSpeed, as the op that
 `get_accelerator().create_op_builder("ContrastiveTilesBuilder")` finds, in this process.
 
 Words used in this package:
@@ -26,7 +26,7 @@ from megaclip.losses.clip import ClipLoss
 from megaclip.losses.fastclip import FastClipLoss
 from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.losses.siglip import SigLipLoss
-from megaclip.ops import op_builder, torch_library  # noqa: F401  (register the tile operations)
+from megaclip.ops import op_builder  # noqa: F401  (registers the tile operations)
 
 LOSSES: dict[str, Callable[..., nn.Module]] = {
     "clip": ClipLoss,

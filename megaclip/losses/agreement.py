@@ -6,25 +6,19 @@ in its own features, every rank raises the same DataError, which is a ValueError
 that rank raises PyTorch's error, and the others an error that names the rank.
 """
 
-import itertools
+import hashlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megaclip.comm.collectives import gather_integers, raise_on_all_ranks
+from megaclip.comm.collectives import gather_integers, gather_objects, raise_on_all_ranks
 from megaclip.comm.groups import RankGroup
 from megaclip.errors import DataError
 from megaclip.losses.settings import LossSettings
-from megaclip.losses.way import EXCHANGES, PAYLOADS, REDUCTIONS
 from megaclip.ops.types import FEATURE_DTYPES, accumulation_dtype
 
-_KINDS = list(itertools.product(FEATURE_DTYPES, (True, False)))
-"""Accepted dtypes of features, each on the CPU and elsewhere: a collective cannot combine both."""
 _FURTHER = ("negatives", "ids", "negative_ids", "negative_rows", "weights")
-_MEANINGS = ("ignore", "mask", "positive")
-_WAYS = list(itertools.product(("auto", *EXCHANGES), ("auto", *REDUCTIONS), PAYLOADS, _MEANINGS))
-"""Settings exchange, reduction, payload and ids, on which the collectives of a call depend."""
 
 
 def check_features(
@@ -40,21 +34,22 @@ def check_features(
     """Raise DataError on all ranks unless all have features (b, D) of one shape and dtype and scalars of one element.
 
     Return the largest number of negatives of a rank. further: the tensors `_FURTHER`, which `SummedLoss.forward`
-    documents. The settings of `_WAYS` must be equal on all ranks too, and which of `_FURTHER` are given. Without an
-    error the only communication is one gather of four integers, and none on one rank.
+    documents. The settings on which the collectives of a call depend must be equal on all ranks too, and which of
+    `_FURTHER` are given. Without an error the only communication is one gather of four integers, and none on one rank.
     """
     meaning = getattr(settings, "ids", "ignore")
     problem: Exception | None = None
-    signature = [-1, 0, 0, 0]
+    signature, way, features = [-1, 0, 0, 0], "", ""
     try:
         where = f"on rank {ranks.rank}"
         _check_own(image_features, text_features, logit_scale, logit_bias, where)
         _check_further(image_features, dict(zip(_FURTHER, further, strict=True)), meaning, where)
-        kind = _KINDS.index((image_features.dtype, image_features.device.type == "cpu"))
-        way = _WAYS.index((settings.exchange, settings.reduction, settings.payload, meaning))
-        given = sum(2**place for place, tensor in enumerate(further) if tensor is not None)
-        count = 0 if further[0] is None else len(further[0])
-        signature = [count, *image_features.shape, (given * len(_KINDS) + kind) * len(_WAYS) + way]
+        way = f"{settings.exchange}, {settings.reduction}, {settings.payload}, {meaning}"
+        given = [f" with {name}" for name, tensor in zip(_FURTHER, further, strict=True) if tensor is not None]
+        kind = "CPU" if image_features.device.type == "cpu" else "accelerator"  # a collective cannot combine both
+        features = f"{tuple(image_features.shape)} {image_features.dtype} ({kind}){''.join(given)}"
+        digest = int.from_bytes(hashlib.sha256(f"{way} {features}".encode()).digest()[:7], "big")
+        signature = [0 if further[0] is None else len(further[0]), *image_features.shape, digest]
     except Exception as error:  # also one of PyTorch, which nested tensors raise; raised below, on all ranks
         if ranks.size == 1:
             raise
@@ -66,19 +61,18 @@ def check_features(
         with raise_on_all_ranks(group=ranks):
             if problem is not None:
                 raise problem
-    for rank, other in enumerate(signatures):
-        if other[1:] == signatures[0][1:]:
-            continue
-        first, second = (", ".join(_WAYS[last % len(_WAYS)]) for *_, last in (signatures[0], other))
-        if first != second:
+    if any(other[1:] != signature[1:] for other in signatures):
+        first, *others = gather_objects((way, features), group=ranks)
+        rank, other = next((rank, other) for rank, other in enumerate(others, start=1) if other != first)
+        if other[0] != first[0]:
             raise DataError(
-                f"exchange, reduction, payload and ids of the loss are {first} on rank 0 and {second} on rank {rank}; "
-                "construct the loss with the same settings on all ranks"
+                f"exchange, reduction, payload and ids of the loss are {first[0]} on rank 0 and {other[0]} on rank "
+                f"{rank}; construct the loss with the same settings on all ranks"
             )
         raise DataError(
-            f"the features are {_description(signatures[0])} on rank 0 and {_description(other)} on rank {rank}; "
-            "expected one shape and dtype on all ranks, on CPUs or on accelerators, and the same arguments: give every "
-            "rank the same local batch, and drop a shorter last one"
+            f"the features are {first[1]} on rank 0 and {other[1]} on rank {rank}; expected one shape and dtype on "
+            "all ranks, on CPUs or on accelerators, and the same arguments: give every rank the same local batch, and "
+            "drop a shorter last one"
         )
     return max(count for count, *_ in signatures)
 
@@ -149,10 +143,3 @@ def _check_further(x: Tensor, further: dict[str, Tensor | None], meaning: str, w
         raise DataError(
             f"negative_rows are {int(rows.min())} to {int(rows.max())} {where}; expected local rows, 0 to {len(x) - 1}"
         )
-
-
-def _description(signature: list[int]) -> str:
-    _, batch, embedding, others = signature
-    given, (dtype, on_cpu) = others // len(_WAYS) // len(_KINDS), _KINDS[others // len(_WAYS) % len(_KINDS)]
-    names = [f" with {name}" for place, name in enumerate(_FURTHER) if given & 2**place]
-    return f"({batch}, {embedding}) {dtype} ({'CPU' if on_cpu else 'accelerator'}){''.join(names)}"

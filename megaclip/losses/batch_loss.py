@@ -17,7 +17,7 @@ from megaclip.losses.costs import LossCost
 from megaclip.losses.id_order import in_order_of_ids
 from megaclip.losses.settings import BatchLossSettings, StandaloneSettings
 from megaclip.losses.small_batches import Recordings, is_small
-from megaclip.losses.sums import LossAndSums, LossInputs, function_of_sums
+from megaclip.losses.sums import DIFFERENTIABLE, LossAndSums, LossInputs, function_of_sums
 from megaclip.losses.way import Way, make_way
 from megaclip.ops.types import TileOptions, accumulation_dtype
 
@@ -139,10 +139,13 @@ class SummedLoss(BatchLoss):
             self.used_bias(logit_bias, features),
             *(negatives, ids, negative_ids, negative_rows, weights),
         )
+        tensors = [tensor for tensor in inputs[:DIFFERENTIABLE] if isinstance(tensor, Tensor)]
+        gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         if torch.compiler.is_compiling():
-            loss = traced(self, inputs)
+            loss = traced(self, inputs, gradients)
         else:
-            loss = self.differentiable(inputs, way=self.checked_way(inputs, ranks=resolve(self.group)))
+            evaluate = functools.partial(self.evaluate, ranks=resolve(self.group), gradients=gradients)
+            loss = function_of_sums(type(self).__name__).apply(evaluate, *inputs)
         if inputs.logit_bias is None:
             loss = with_unused(loss, logit_bias)
         return {"contrastive_loss": loss} if output_dict else loss
@@ -151,24 +154,22 @@ class SummedLoss(BatchLoss):
         """Return logit_bias as a tensor, or None if this loss does not depend on it."""
         return as_scalar(0.0 if logit_bias is None else logit_bias, features)
 
-    def differentiable(self, inputs: LossInputs, *, way: Way) -> Tensor:
-        """Return the loss () as a function that autograd can differentiate."""
-        return function_of_sums(type(self).__name__).apply(functools.partial(self.sums, way=way), *inputs)
-
     def evaluate(self, inputs: LossInputs, *, ranks: RankGroup, gradients: bool) -> LossAndSums:
-        """Check the arguments, and return the loss and its sums. gradients: False if only the loss is used."""
-        return self.sums(inputs, way=self.checked_way(inputs, ranks=ranks))
+        """Check the arguments, and return the loss and its sums, from a recording if these sizes repeat and are small.
 
-    def sums(self, inputs: LossInputs, *, way: Way) -> LossAndSums:
-        """Return the loss and its sums, from a recording if these sizes repeat and are small."""
-        plain = functools.partial(self.plain_sums, way=way)
+        gradients: False if only the loss is used.
+        """
+        way = self.checked_way(inputs, ranks=ranks)
+        plain = functools.partial(self.plain_sums, way=way, gradients=gradients)
         ordered = in_order_of_ids(inputs, self.settings.ids)
+        if not gradients:
+            return plain(ordered.inputs)
         recorded = self.records(inputs.x, way)
         return ordered.put_back(
             self._recordings.evaluate(plain, way, ordered.inputs) if recorded else plain(ordered.inputs)
         )
 
-    def plain_sums(self, inputs: LossInputs, *, way: Way) -> LossAndSums:
+    def plain_sums(self, inputs: LossInputs, *, way: Way, gradients: bool) -> LossAndSums:
         """Compute the loss and the sums of its backward pass, of inputs in the order that masks need."""
         raise NotImplementedError
 
@@ -189,7 +190,7 @@ def as_scalar(value: Any, features: Tensor) -> Tensor:
 
     Anything else is returned unchanged. `check_features` raises for it, on all ranks.
     """
-    if isinstance(value, Tensor) or not (isinstance(value, int | float) or hasattr(value, "__float__")):
+    if isinstance(value, Tensor) or not hasattr(value, "__float__"):
         return value
     try:
         number = float(value)

@@ -1,8 +1,8 @@
 """CLIP's loss: InfoNCE over the whole batch of all ranks, with one tile of logits in memory at a time.
 
 `L = 1/(2B) sum_i [softplus(row_lse_i - alpha*s_ii) + softplus(col_lse_i - alpha*s_ii)]`, where the log-sum-exps exclude
-the positive (docs/mathematics.md). The forward pass computes the statistics in one pass over the batch, and the
-backward pass computes the gradients in another. The terms of the positives are added here, per row.
+the positive (docs/mathematics.md). One pass over the batch computes the statistics, and another the gradients. The
+terms of the positives are added here, per row.
 
 Variants, which can be combined:
 
@@ -29,19 +29,16 @@ import torch
 from torch import Tensor
 
 from megaclip.comm.collectives import sum_over_ranks
-from megaclip.comm.groups import RankGroup
 from megaclip.losses import negatives
 from megaclip.losses.batch_loss import SummedLoss, working_scalar
 from megaclip.losses.compiled_operation import register_loss
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
-from megaclip.losses.first_order import first_order
-from megaclip.losses.id_order import in_order_of_ids
 from megaclip.losses.segments import sums_of_equal_ids
 from megaclip.losses.settings import ClipLossSettings
-from megaclip.losses.sums import DIFFERENTIABLE, LossAndSums, LossInputs, gradient_of_scalar
+from megaclip.losses.sums import LossAndSums, LossInputs
 from megaclip.losses.way import Way
-from megaclip.ops.rows import finish_gradient, finish_gradients, paired_products, softmax_pairs
+from megaclip.ops.rows import finish_gradient, paired_products, softmax_pairs
 from megaclip.ops.types import Ids, Limits, Terms, accumulation_dtype
 
 
@@ -61,35 +58,24 @@ class ClipLoss(SummedLoss):
     def used_bias(self, logit_bias: Tensor | float | None, features: Tensor) -> None:
         return None
 
-    def differentiable(self, inputs: LossInputs, *, way: Way) -> Tensor:
-        tensors = [tensor for tensor in inputs[:DIFFERENTIABLE] if tensor is not None]
-        needs_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        if needs_gradients and self.records(inputs.x, way):
-            return super().differentiable(inputs, way=way)
-        return _InfoNCE.apply(self.settings, way, *inputs)
-
-    def evaluate(self, inputs: LossInputs, *, ranks: RankGroup, gradients: bool) -> LossAndSums:
-        if gradients:
-            return super().evaluate(inputs, ranks=ranks, gradients=True)
-        alpha, way = working_scalar(inputs.logit_scale, inputs.x), self.checked_way(inputs, ranks=ranks)
-        forward = _forward_pass(in_order_of_ids(inputs, self.settings.ids).inputs, alpha, self.settings, way)
-        (loss,) = _means_over_ranks(forward.loss, way=way)
-        return LossAndSums(loss, *(alpha,) * 7)  # the caller uses only the loss
-
-    def plain_sums(self, inputs: LossInputs, *, way: Way) -> LossAndSums:
+    def plain_sums(self, inputs: LossInputs, *, way: Way, gradients: bool) -> LossAndSums:
         x, y, alpha = inputs.x, inputs.y, working_scalar(inputs.logit_scale, inputs.x)
-        forward = _forward_pass(inputs, alpha, self.settings, way)
-        dx, dy, d_negatives, missing = _backward_pass(inputs, alpha, forward, self.settings, way)
-        _, dots = finish_gradient(dx, x, y, forward.pull, alpha)
+        statistics = _statistics(inputs, alpha, self.settings, way)
+        if not gradients:
+            (loss,) = _means_over_ranks(statistics.loss, way=way)
+            return LossAndSums(loss, *(alpha,) * 7)  # the caller uses only the loss
+        dx, dy, d_negatives, missing = _gradients(inputs, alpha, statistics, self.settings, way)
+        # L is a function of alpha*x, so alpha * dL/d(alpha) = sum_i <x_i, dL/dx_i>. The dots lack this factor alpha.
+        _, dots = finish_gradient(dx, x, y, statistics.pull, alpha)
         total = dots.sum() if missing is None else dots.sum() + missing
-        loss, d_alpha = _means_over_ranks(forward.loss, total, way=way)
-        return LossAndSums(loss, dx, dy, forward.pull, alpha, d_alpha, torch.zeros_like(alpha), d_negatives)
+        loss, d_alpha = _means_over_ranks(statistics.loss, total, way=way)
+        return LossAndSums(loss, dx, dy, statistics.pull, alpha, d_alpha, torch.zeros_like(alpha), d_negatives)
 
 
 ClipLoss.operation = register_loss("clip_loss", ClipLoss)
 
 
-class _Forward(NamedTuple):
+class _Statistics(NamedTuple):
     """Results of the statistics pass."""
 
     loss: Tensor  # (), the mean over this rank's rows and columns
@@ -122,7 +108,7 @@ def _limits(inputs: LossInputs, settings: ClipLossSettings) -> Limits | None:
     return limit, limit
 
 
-def _forward_pass(inputs: LossInputs, alpha: Tensor, settings: ClipLossSettings, way: Way) -> _Forward:
+def _statistics(inputs: LossInputs, alpha: Tensor, settings: ClipLossSettings, way: Way) -> _Statistics:
     x, y, weights = inputs.x, inputs.y, _weights(inputs, settings)
     y_all = gather_columns(y, way)
     left_out: dict[str, Any] = {"ids": _masked_ids(inputs, settings), "limits": _limits(inputs, settings)}
@@ -139,7 +125,7 @@ def _forward_pass(inputs: LossInputs, alpha: Tensor, settings: ClipLossSettings,
     if settings.ids == "positive":
         from_positives = _from_positives(inputs, weights, way, y_all)
         loss = loss + alpha * (x.to(alpha.dtype) * from_positives[0]).sum()
-    return _Forward(loss, y_all, pairs.full_2m, pairs.pull, shift, from_positives)
+    return _Statistics(loss, y_all, pairs.full_2m, pairs.pull, shift, from_positives)
 
 
 def _from_positives(inputs: LossInputs, weights: float | Tensor, way: Way, y_all: Tensor | None) -> Tensor:
@@ -161,8 +147,8 @@ def _from_positives(inputs: LossInputs, weights: float | Tensor, way: Way, y_all
     )
 
 
-def _backward_pass(
-    inputs: LossInputs, alpha: Tensor, forward: _Forward, settings: ClipLossSettings, way: Way
+def _gradients(
+    inputs: LossInputs, alpha: Tensor, statistics: _Statistics, settings: ClipLossSettings, way: Way
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the sums over the negatives dx, dy (b, D) and d_negatives, without factor alpha.
 
@@ -171,11 +157,11 @@ def _backward_pass(
     """
     weights = _weights(inputs, settings)  # alpha is multiplied in after the sums
     row_weight, col_weight = (alpha.new_full((2,), weights) if isinstance(weights, float) else weights).unbind()
-    row_full, col_full = forward.full_2b
+    row_full, col_full = statistics.full_2b
     row = Terms(scale=alpha, shift=row_full, weight=row_weight)
     col = Terms(scale=alpha, shift=col_full, weight=col_weight)
     left_out: dict[str, Any] = {"ids": _masked_ids(inputs, settings), "limits": _limits(inputs, settings)}
-    found = distributed_grads(inputs.x, inputs.y, row, col, way=way, y_all=forward.y_all, **left_out)
+    found = distributed_grads(inputs.x, inputs.y, row, col, way=way, y_all=statistics.y_all, **left_out)
     dx, dy, d_negatives, missing = found.dx, found.dy, alpha.new_empty(0), None
     if settings.same_side:
         sides = []
@@ -186,12 +172,12 @@ def _backward_pass(
             missing = own if missing is None else missing + own
             sides.append(found.dx + found.dy)
         dx, dy = dx + sides[0], dy + sides[1]
-    if forward.shift is not None:
-        arguments = (row_full, row_weight, forward.shift, way, left_out["limits"])
+    if statistics.shift is not None:
+        arguments = (row_full, row_weight, statistics.shift, way, left_out["limits"])
         more, d_negatives = negatives.softmax_gradients(inputs, alpha, *arguments)
         dx = dx + more
-    if forward.from_positives_2bd is not None:
-        dx, dy = dx + forward.from_positives_2bd[0], dy + forward.from_positives_2bd[1]
+    if statistics.from_positives_2bd is not None:
+        dx, dy = dx + statistics.from_positives_2bd[0], dy + statistics.from_positives_2bd[1]
     return dx, dy, d_negatives, missing
 
 
@@ -201,35 +187,3 @@ def _means_over_ranks(*values: Tensor, way: Way) -> tuple[Tensor, ...]:
         return values
     means = sum_over_ranks(torch.stack(values), group=way.ranks) / way.ranks.size
     return tuple(mean.clone() for mean in means)  # a loss must not be a view
-
-
-class _InfoNCE(torch.autograd.Function):
-    """InfoNCE with the statistics pass in the forward and the gradient pass in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, settings: ClipLossSettings, way: Way, *tensors: Any) -> Tensor:
-        inputs, places, negative_places = in_order_of_ids(LossInputs(*tensors), settings.ids)
-        forward = _forward_pass(inputs, working_scalar(inputs.logit_scale, inputs.x), settings, way)
-        ctx.settings, ctx.way = settings, way
-        ctx.save_for_backward(*tensors[:2], places, negative_places, *inputs, *forward[1:])
-        (loss,) = _means_over_ranks(forward.loss, way=way)
-        return loss
-
-    @staticmethod
-    @first_order("ClipLoss")
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        x, y, places, negative_places, *others = ctx.saved_tensors
-        count = len(LossInputs._fields)
-        inputs, kept = LossInputs(*others[:count]), _Forward(d_loss, *others[count:])
-        alpha = working_scalar(inputs.logit_scale, x)
-        dx, dy, d_negatives, missing = _backward_pass(inputs, alpha, kept, ctx.settings, ctx.way)
-        # L is a function of alpha*x, so alpha * dL/d(alpha) = sum_i <x_i, dL/dx_i>. The dots lack this factor alpha.
-        dx, dy, dots = finish_gradients(dx, dy, x, y, kept.pull, alpha, d_loss, places)
-        total = dots.sum() if missing is None else dots.sum() + missing
-        (d_alpha,) = _means_over_ranks(total, way=ctx.way)
-        d_scale = gradient_of_scalar(d_alpha * d_loss, inputs.logit_scale)
-        if inputs.negatives is not None:
-            d_negatives = d_negatives if negative_places is None else d_negatives[negative_places]
-            d_negatives = (d_negatives * (alpha * d_loss)).to(inputs.negatives.dtype)
-        gradients = LossInputs(dx, dy, d_scale, negatives=None if inputs.negatives is None else d_negatives)
-        return None, None, *gradients

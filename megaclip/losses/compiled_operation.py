@@ -27,7 +27,8 @@ from torch import Tensor
 from megaclip.comm.groups import named
 from megaclip.losses.first_order import first_order
 from megaclip.losses.id_order import needs_order
-from megaclip.losses.sums import DIFFERENTIABLE, LossInputs, finish_gradients, saved
+from megaclip.losses.sums import LossInputs, finish_gradients, saved
+from megaclip.ops import rows
 from megaclip.ops.types import accumulation_dtype
 
 if TYPE_CHECKING:
@@ -43,11 +44,17 @@ def _digest_of_source() -> str:
 
 _SOURCE = _digest_of_source()
 
+_finish_both = torch.library.custom_op("megaclip::finish_gradients", rows.finish_gradients, mutates_args=())
 
-def traced(loss: SummedLoss, inputs: LossInputs) -> Tensor:
+
+@_finish_both.register_fake
+def _(total_x: Tensor, total_y: Tensor, x: Tensor, y: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dy = (torch.empty_like(features, memory_format=torch.contiguous_format) for features in (x, y))
+    return dx, dy, total_x.new_empty(x.shape[:1])
+
+
+def traced(loss: SummedLoss, inputs: LossInputs, gradients: bool) -> Tensor:
     """Return the loss () as one operation of the compiled graph that is being traced."""
-    tensors = [tensor for tensor in inputs[:DIFFERENTIABLE] if tensor is not None]
-    gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return loss.operation(*inputs, loss.settings_json, loss.group_name, gradients, _SOURCE)[0]
 
 
@@ -100,8 +107,7 @@ def register_loss(name: str, loss_class: type[SummedLoss]) -> Any:
 
     @first_order(loss_class.__name__)
     def backward(ctx: Any, d_loss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        finish = torch.ops.megaclip.finish_gradients
-        return *finish_gradients(d_loss, *saved(d_loss, ctx), finish), *(None,) * 4
+        return *finish_gradients(d_loss, *saved(d_loss, ctx), _finish_both), *(None,) * 4
 
     # Ranks exchange messages through their hosts, which a CUDA graph cannot repeat. Older versions of PyTorch lack the
     # tag.

@@ -44,35 +44,6 @@ def check_ids(ids: object, rows: int | None = None) -> None:
         raise DataError(f"ids are {tuple(ids.shape)} {ids.dtype}; expected {expected}")
 
 
-class SampleIndex:
-    """Owner and row of each sample: id i is row `i // W` of rank `i % W`.
-
-    samples: number n of samples of the dataset. `rows` is the number of rows of this rank.
-    """
-
-    def __init__(self, samples: int, rank: int, world_size: int) -> None:
-        self._samples = samples
-        self._world_size = world_size
-        self.rows = len(range(rank, samples, world_size))
-
-    def check(self, ids: Tensor) -> None:
-        """Raise DataError for the first id outside the dataset."""
-        outside = (ids < 0) | (ids >= self._samples)
-        if outside.any():
-            raise DataError(
-                f"sample id {int(ids[outside][0])} is outside the dataset of {self._samples} samples; expected ids "
-                f"0 to {self._samples - 1}: construct the loss with the size of the dataset"
-            )
-
-    def owner(self, ids: Tensor) -> Tensor:
-        """Return the rank that stores each id."""
-        return ids % self._world_size
-
-    def slots(self, ids: Tensor) -> Tensor:
-        """Return the row of each id on its owner."""
-        return ids // self._world_size
-
-
 class Ticket:
     """Requested rows. `rows()` waits for them. `SampleState.commit` sends new values back to the same owners."""
 
@@ -98,13 +69,9 @@ class Ticket:
             self._rows[upload(self.order, self._received.device)] = self._received
         return self._rows
 
-    def rows_on(self, device: torch.device) -> Tensor:
-        """Return the rows of `rows()` on another device."""
-        return upload(self.rows(), device)
-
 
 class SampleState:
-    """A few numbers per sample, sharded by owner over the ranks of `group`.
+    """A few numbers per sample, sharded by owner over the ranks of `group`: id i is row `i // W` of rank `i % W`.
 
     columns: name and initial value of each number. A fetch sends the first `fetched` of them; the owner keeps the
     others.
@@ -127,9 +94,8 @@ class SampleState:
         self.samples = samples
         self.group = group
         self.ranks: RankGroup = resolve(group)
-        self.index = SampleIndex(samples, self.ranks.rank, self.ranks.size)
         initial = torch.tensor(list(columns.values()), dtype=dtype, device=device)
-        self.values = initial.repeat(self.index.rows, 1)  # (rows, C)
+        self.values = initial.repeat(len(range(self.ranks.rank, samples, self.ranks.size)), 1)  # (rows, C)
 
     def fetch(self, ids: Tensor) -> Ticket:
         """Request the rows of this rank's ids, (b,) int64 on any device. Every rank calls it with the same b.
@@ -146,10 +112,15 @@ class SampleState:
                 f"rank {ranks.rank} of {ranks.size}; construct the loss after distributed training is initialised"
             )
         everyone = gather_on_host(ids, group=ranks).flatten()
-        self.index.check(everyone)
-        owners = self.index.owner(everyone)
+        outside = everyone[(everyone < 0) | (everyone >= self.samples)]
+        if len(outside):
+            raise DataError(
+                f"sample id {int(outside[0])} is outside the dataset of {self.samples} samples; expected ids "
+                f"0 to {self.samples - 1}: construct the loss with the size of the dataset"
+            )
+        owners = everyone % ranks.size
         mine = owners == ranks.rank
-        slots = self.index.slots(everyone[mine])
+        slots = everyone[mine] // ranks.size
         given = mine.view(ranks.size, -1).sum(dim=1).tolist()
         own = owners.view(ranks.size, -1)[ranks.rank]
         taken = torch.bincount(own, minlength=ranks.size).tolist()
@@ -205,8 +176,8 @@ class SampleState:
             seen.add(part["rank"])
             size = part["world_size"]
             ids = torch.arange(len(part["values"])) * size + part["rank"]
-            mine = self.index.owner(ids) == self.ranks.rank
-            slots = self.index.slots(ids[mine])
+            mine = ids % self.ranks.size == self.ranks.rank
+            slots = ids[mine] // self.ranks.size
             self.values[slots.to(self.values.device)] = part["values"][mine].to(self.values)
         if not seen:
             raise CheckpointError(

@@ -46,6 +46,7 @@ from torch import Tensor
 
 from megaclip.comm.collectives import gather_integers, raise_on_all_ranks
 from megaclip.comm.groups import resolve
+from megaclip.devices import upload
 from megaclip.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from megaclip.losses.agreement import check_features
 from megaclip.losses.batch_loss import BatchLoss, with_unused
@@ -202,7 +203,7 @@ class FastClipLoss(BatchLoss):
             minimum=self.settings.gamma_min,
             epochs=self.gamma_epochs,
         )
-        rows = ticket.rows_on(image_features.device).to(accumulation_dtype(image_features))
+        rows = upload(ticket.rows(), image_features.device).to(accumulation_dtype(image_features))
         step = Step(self.objective, ticket, rows, gamma, epoch)
         loss = GlobalContrastive.apply(image_features, text_features, self.temperature.log_scale, way, step)
         if self.training:

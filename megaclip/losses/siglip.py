@@ -43,7 +43,7 @@ class SigLipLoss(SummedLoss):
             raise DataError("weights are given to SigLipLoss, whose terms belong to single entries; use ClipLoss")
         return way
 
-    def plain_sums(self, inputs: LossInputs, *, way: Way) -> LossAndSums:
+    def plain_sums(self, inputs: LossInputs, *, way: Way, gradients: bool) -> LossAndSums:
         x, y, ids = inputs.x, inputs.y, inputs.ids
         assert inputs.logit_bias is not None, "used_bias makes a tensor of it"
         alpha, beta = working_scalar(inputs.logit_scale, x), working_scalar(inputs.logit_bias, x)

@@ -150,8 +150,8 @@ def distance(got: Tensor, wanted: Tensor, what: str) -> Comparison:
 def state_pairs(loss: FastClipLoss, oracle: Oracle) -> dict[str, tuple[Tensor, Tensor]]:
     """Return this rank's state of the samples seen so far, and that of the reference."""
     seen = torch.tensor(sorted({sample for sample, _ in oracle.u}))
-    mine = seen[loss.state.index.owner(seen) == group_rank()]
-    rows = loss.state.values[loss.state.index.slots(mine)]
+    mine = seen[seen % group_size() == group_rank()]
+    rows = loss.state.values[mine // group_size()]
     wanted = torch.tensor([[oracle.u[i, 0], oracle.u[i, 1]] for i in mine.tolist()], dtype=torch.float64)
     pairs = {"u": (rows[:, :2].exp(), wanted.reshape(-1, 2))}
     if individual(oracle.variant):

@@ -59,12 +59,7 @@ def test_a_second_derivative_is_refused(name: str, wrt: int) -> None:
         penalty.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match=error):
         torch.autograd.grad(penalty, leaves, allow_unused=True)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_second_derivative_of_a_function_of_the_loss_is_refused(name: str) -> None:
-    leaves = [*batch(), torch.tensor([4.0], dtype=torch.float64, requires_grad=True)]
-    (gradient,) = torch.autograd.grad(LOSSES[name]()(*leaves).square(), leaves[0], create_graph=True)
+    (gradient,) = torch.autograd.grad(loss(*leaves).square(), leaves[wrt], create_graph=True)  # depends on the loss
     with pytest.raises(RuntimeError, match="differentiated again"):
         torch.autograd.grad(gradient.sum(), leaves[0])
 
@@ -78,21 +73,17 @@ def test_the_graph_may_be_created_and_used_once() -> None:
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize(
-    ("backend", "error"),
-    # the second message is PyTorch's own
-    [("eager", "differentiated again"), ("aot_eager", "create_graph|double backward")],
-)
-def test_a_second_derivative_of_a_compiled_loss_is_refused(backend: str, error: str) -> None:
+def test_a_second_derivative_of_a_compiled_loss_is_refused() -> None:
     x, y = batch()
-    loss = torch.compile(ClipLoss(), backend=backend, fullgraph=True)
-    with pytest.raises(RuntimeError, match=error):
+    loss = torch.compile(ClipLoss(), backend="eager", fullgraph=True)  # other backends refuse it themselves
+    with pytest.raises(RuntimeError, match="differentiated again"):
         (gradient,) = torch.autograd.grad(loss(x, y, 4.0), x, create_graph=True)
         torch.autograd.grad(gradient.sum(), x)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("loss", [ClipLoss(tile_budget_mib=0.01, ids="mask"), SigLipLoss(ids="positive")], ids=str)
+@pytest.mark.parametrize(
+    ("loss", "dtype"), [(ClipLoss(ids="mask"), torch.float64), (SigLipLoss(ids="positive"), torch.bfloat16)], ids=str
+)
 def test_operations(loss: ClipLoss | SigLipLoss, dtype: torch.dtype) -> None:
     """Run PyTorch's checks of an operation: schema, shared memory, fake results, and the trace of both passes."""
     sums = torch.promote_types(dtype, torch.float32)
@@ -107,16 +98,19 @@ def test_operations(loss: ClipLoss | SigLipLoss, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", [ClipLoss, SigLipLoss])
 def test_gradients_of_a_compiled_loss_are_in_the_order_of_its_inputs(kind: type[ClipLoss | SigLipLoss]) -> None:
-    """The ids are in no order, and no two of the permutations that sort them and put gradients back are equal."""
+    """Plain and compiled losses have the same bits.
+
+    The ids are in no order, and no two of the permutations that sort them and put gradients back are equal.
+    """
     ids, negative_ids = torch.tensor([5, 1, 4, 1, 3, 0]), torch.tensor([3, 9, 1])
     found = []
     for loss in (kind(ids="mask"), torch.compile(kind(ids="mask"), backend="aot_eager", fullgraph=True)):
         x, y = batch()
         negatives = (y[:3].detach() * 0.5).requires_grad_()
-        value = loss(x, y, 4.0, -1.0, ids=ids, negatives=negatives, negative_ids=negative_ids)
-        found.append([value, *torch.autograd.grad(value, (x, y, negatives))])
-    for plain, compiled in zip(*found, strict=True):
-        torch.testing.assert_close(compiled, plain)
+        scale = torch.tensor([4.3], dtype=torch.float64, requires_grad=True)
+        value = loss(x, y, scale, -1.0, ids=ids, negatives=negatives, negative_ids=negative_ids)
+        found.append([value, *torch.autograd.grad(value, (x, y, negatives, scale))])
+    assert all(map(torch.equal, *found))
 
 
 def test_an_operation_without_gradients_computes_the_statistics_only() -> None:
@@ -138,15 +132,6 @@ def test_the_package_has_the_losses() -> None:
         assert getattr(megaclip, name) is getattr(losses, name) and name in dir(megaclip)
     with pytest.raises(AttributeError, match="has no attribute 'OtherLoss'"):
         megaclip.OtherLoss  # noqa: B018
-
-
-def test_the_first_call_of_a_process_is_compiled() -> None:
-    code = (
-        "import torch\nfrom megaclip import ClipLoss\nx = torch.eye(3).requires_grad_()\n"
-        "torch.compile(ClipLoss(), fullgraph=True, backend='aot_eager')(x, x, 1.0).backward()\nprint(x.grad.norm() > 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
-    assert done.stdout.split() == ["tensor(True)"], done.stderr
 
 
 @pytest.mark.long
@@ -176,13 +161,11 @@ def test_another_version_does_not_run_the_code_that_was_compiled_for_the_first(t
     assert other == ([-number for number in first[0]], 0) and any(first[0])
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_scalar_without_effect_does_not_change_the_dtype_of_the_loss(compiled: bool) -> None:
+def test_a_scalar_without_effect_does_not_change_the_dtype_of_the_loss() -> None:
     x, y = batch(torch.float32)
     unused = torch.full((1,), -10.0, dtype=torch.float64, requires_grad=True)
-    clip = torch.compile(ClipLoss(), backend="aot_eager") if compiled else ClipLoss()
     fastclip_loss = FastClipLoss(samples=9)
-    values = [clip(x, y, 10.0, unused), fastclip_loss(x, y, unused, ids=torch.arange(6), epoch=0.5)]
+    values = [ClipLoss()(x, y, 10.0, unused), fastclip_loss(x, y, unused, ids=torch.arange(6), epoch=0.5)]
     for value, plain in zip(values, [ClipLoss()(x, y, 10.0), fastclip("fastclip_v3")(x, y, None)], strict=True):
         assert value.dtype == torch.float32 and value == plain
         value.backward()

@@ -110,11 +110,6 @@ def test_a_wrong_value_is_refused(settings: dict[str, Any], message: str) -> Non
         FastClipLoss(**{"samples": 9, **settings})
 
 
-def test_cuda_graphs_is_true_or_false() -> None:
-    with pytest.raises(ConfigError, match=r"^cuda_graphs: Input should be a valid boolean, got 'on'$"):
-        ClipLoss(cuda_graphs="on")
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_an_unknown_name_is_refused(name: str) -> None:
     needed = {} if name in ("clip", "siglip") else {"samples": 9}

@@ -4,6 +4,7 @@ Triton selects the interpreter when it is imported, for the whole process. So th
 second process with TRITON_INTERPRET=1. The cases below exist in that process only.
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -12,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaclip.ops import torch_library  # noqa: F401  (registers the operations)
 from tests.tile_cases import (
     DISTILLATION_CASES,
     SIDES_CASES,
@@ -43,14 +43,18 @@ else:
     from megaclip.ops.types import Terms, TileOptions
     from tests import reference
 
-    TRITON, TORCH = TileOptions(implementation="triton"), TileOptions(implementation="torch")
+    TRITON = TileOptions(implementation="triton")
+    UNIFORM = [case for case in SMALL_CASES if not case.per_sample_scales]
 
-    @pytest.mark.parametrize("case", SMALL_CASES, ids=str)
+    def quick(cases: list[TileCase]) -> list[TileCase]:
+        """Leave out cases that take the interpreter seconds. They run on GPUs (tests/gpu)."""
+        return [case for case in cases if case.embedding < 100 and case.m < 200]
+
+    @pytest.mark.parametrize("case", [case for case in SMALL_CASES if case.embedding < 100], ids=str)
     def test_statistics_and_gradients(case: TileCase) -> None:
         check_tile_case("triton", case, "cpu")
 
-    @pytest.mark.parametrize("bias", [-10.0, 0.0, 5.0])
-    @pytest.mark.parametrize("case", [case for case in SMALL_CASES if not case.per_sample_scales][::3], ids=str)
+    @pytest.mark.parametrize(("case", "bias"), zip(quick(UNIFORM[::3]), itertools.cycle((-10.0, 0.0, 5.0))), ids=str)
     def test_sigmoid(case: TileCase, bias: float) -> None:
         check_sigmoid_case("triton", case, "cpu", bias)
 
@@ -61,12 +65,12 @@ else:
         monkeypatch.setattr(tiles_triton_blocks, "tiles_of", lambda device: (tiles_of, True))
 
     @pytest.mark.usefixtures("pointers")
-    @pytest.mark.parametrize("case", SMALL_CASES[1::3], ids=str)
+    @pytest.mark.parametrize("case", quick(SMALL_CASES[1::3]), ids=str)
     def test_statistics_and_gradients_by_pointers(case: TileCase) -> None:
         check_tile_case("triton", case, "cpu")
 
     @pytest.mark.usefixtures("pointers")
-    @pytest.mark.parametrize("case", [case for case in SMALL_CASES if not case.per_sample_scales][::4], ids=str)
+    @pytest.mark.parametrize("case", quick(UNIFORM[::4]), ids=str)
     def test_sigmoid_by_pointers(case: TileCase) -> None:
         check_sigmoid_case("triton", case, "cpu", -2.0)
 
@@ -77,7 +81,7 @@ else:
     def test_converged_training() -> None:
         check_converged_training("triton", 70, "cpu")
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_row_operations(dtype: torch.dtype) -> None:
         bound = GRADIENT_TRUNCATED if dtype == torch.bfloat16 else GRADIENT[dtype]
         check_row_operations(rows_triton, dtype, "cpu", bound)
@@ -89,33 +93,6 @@ else:
     @pytest.mark.parametrize("case", DISTILLATION_CASES, ids=str)
     def test_distillation(case: TileCase) -> None:
         check_distillation_loss("triton", case, "cpu")
-
-    def test_both_implementations_give_close_results() -> None:
-        x, y = torch.randn(33, 24), torch.randn(40, 24)
-        for ours, other in zip(
-            tiles.tile_stats(x, y, 3.0, 3.0, diagonal=0, options=TRITON),
-            tiles.tile_stats(x, y, 3.0, 3.0, diagonal=0, options=TORCH),
-            strict=True,
-        ):
-            assert_close(ours, other, VALUE[torch.float32])
-        for ours, other in zip(
-            tiles.tile_sigmoid(x, y, 3.0, -2.0, diagonal=0, options=TRITON),
-            tiles.tile_sigmoid(x, y, 3.0, -2.0, diagonal=0, options=TORCH),
-            strict=True,
-        ):
-            assert_close(ours, other, VALUE[torch.float32])
-
-    def test_results_of_operations_share_no_memory() -> None:
-        """The kernels write row and column values into parts of one buffer; compiled code assumes aligned results."""
-        x, y = torch.randn(33, 24), torch.randn(40, 24)
-        one, rows, columns = torch.ones(1), torch.ones(33), torch.ones(40)
-        for results in (
-            torch.ops.megaclip.tile_stats(x, y, one, one, implementation="triton"),
-            torch.ops.megaclip.tile_grads(x, y, one, rows, one, one, columns, one, implementation="triton"),
-            torch.ops.megaclip.tile_sigmoid(x, y, one, one, implementation="triton"),
-        ):
-            assert all(result.storage_offset() == 0 for result in results)
-            assert len({result.untyped_storage().data_ptr() for result in results}) == len(results)
 
     def test_dots_that_are_not_requested() -> None:
         x, y = torch.randn(33, 24), torch.randn(40, 24)
