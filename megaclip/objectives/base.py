@@ -187,30 +187,19 @@ class Objective(nn.Module):
         It is a module's forward, because ZeRO-3 gathers parameters there. inputs: the fields of `Chunk`. Raises
         ConfigError for outputs of another form than documented.
         """
-        chunk = Chunk(**inputs)
+        chunk, name_of_class = Chunk(**inputs), type(self).__name__
         features = self.chunk_features(chunk)
+        _check_tensors(f"{name_of_class}.chunk_features", features)
         terms = self.chunk_terms(replace(chunk, features=features)) if torch.is_grad_enabled() else {}
         rows = next(len(each) for each in (chunk.image_features, chunk.text_features) if each is not None)
+        check_terms(f"{name_of_class}.chunk_terms", terms, self.weights)
         for name, feature in features.items():
             if feature.ndim == 0 or len(feature) != rows or name in terms:
                 raise ConfigError(
-                    f"{type(self).__name__}.chunk_features returned {name!r} of shape {tuple(feature.shape)}; return "
-                    f"one row for each of the {rows} samples, under a name that is no term's"
+                    f"{name_of_class}.chunk_features returned {name!r} of shape {tuple(feature.shape)}; return one row "
+                    f"for each of the {rows} samples, under a name that is no term's"
                 )
-        check_terms(f"{type(self).__name__}.chunk_terms", terms)
-        if torch.is_grad_enabled():
-            self._check_graph(features, terms)
-        return features | terms
-
-    def _check_graph(self, features: dict[str, Tensor], terms: dict[str, Tensor]) -> None:
-        """Raise ConfigError for a weighted term without gradients; warn once of parameters that nothing uses."""
-        for name, term in terms.items():
-            if not term.requires_grad and self.weights.get(name, 1):
-                raise ConfigError(
-                    f"{type(self).__name__}.chunk_terms returned {name!r} without gradients, so it trains nothing; "
-                    "compute it without detach(), or give it the weight 0"
-                )
-        if not self._graph_is_checked:
+        if torch.is_grad_enabled() and not self._graph_is_checked:
             self._graph_is_checked = True
             used = set(map(id, leaves((features | terms).values())))
             for name, parameter in self.named_parameters():
@@ -218,18 +207,34 @@ class Objective(nn.Module):
                     log_once(
                         logger.warning, f"megaclip.objective: nothing uses its parameter {name}; it is not trained"
                     )
+        return features | terms
 
 
-def check_terms(method: str, terms: Any) -> None:
-    """Raise ConfigError unless `terms`, which a user's method has returned, are scalar tensors by name."""
-    if not isinstance(terms, dict):
-        raise ConfigError(f"{method} returned {type(terms).__name__}; return a dict of terms by name")
-    for name, term in terms.items():
-        if not isinstance(term, Tensor) or term.ndim or name == CONTRASTIVE:
-            found = f"shape {tuple(term.shape)}" if isinstance(term, Tensor) else f"type {type(term).__name__}"
+def _check_tensors(method: str, results: Any) -> None:
+    """Raise ConfigError unless `results`, which a user's method has returned, are tensors by name."""
+    if not isinstance(results, dict):
+        raise ConfigError(f"{method} returned {type(results).__name__}; return a dict of tensors by name")
+    for name, result in results.items():
+        if not isinstance(result, Tensor) or name == CONTRASTIVE:
             raise ConfigError(
-                f"{method} returned {name!r} of {found}; return a tensor of shape (), under a name other than "
+                f"{method} returned {name!r} of type {type(result).__name__}; return a tensor, under a name other than "
                 f"{CONTRASTIVE!r}"
+            )
+
+
+def check_terms(method: str, terms: Any, weights: Mapping[str, float]) -> None:
+    """Raise ConfigError unless `terms`, which a user's method has returned, are scalar tensors by name.
+
+    Those with a weight other than 0 must have gradients.
+    """
+    _check_tensors(method, terms)
+    for name, term in terms.items():
+        if term.ndim:
+            raise ConfigError(f"{method} returned {name!r} of shape {tuple(term.shape)}; return a tensor of shape ()")
+        if not term.requires_grad and weights.get(name, 1):
+            raise ConfigError(
+                f"{method} returned {name!r} without gradients, so it trains nothing; compute it without detach(), or "
+                "give it the weight 0"
             )
 
 

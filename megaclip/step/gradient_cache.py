@@ -36,7 +36,7 @@ from megaclip.errors import ConfigError, NonFiniteError
 from megaclip.models import DualEncoder
 from megaclip.step.batch import StepBatch, Tower
 from megaclip.step.layout import KeptGraphs, encodes_together, kept_graphs
-from megaclip.step.objective_terms import TOWERS, Result, StepTerms
+from megaclip.step.objective_terms import StepTerms
 from megaclip.zero.backward import DeepSpeedPasses
 from megaclip.zero.gathered_tower import GatheredTower
 
@@ -134,7 +134,7 @@ def accumulate_gradients(
         )
         statistics = running_statistics(engine.module)
         with restored(statistics):
-            passes.back_propagate(scalar_gradients, without_encoders=lambda: _outputs(engine(None, None)))
+            passes.back_propagate(scalar_gradients, without_encoders=lambda: whole.outputs(engine(None, None)))
     average_over_ranks(statistics)
     if passes.repeated:
         batch.agree()
@@ -179,23 +179,23 @@ class _TowerChunks:
                 rows = {tower: step.rows_of_batch(tower, chunk) for tower in self._towers}
                 for_objective = step.terms.inputs(rows, again=again)
                 encoded = (by_tower.get(Tower.IMAGE), by_tower.get(Tower.TEXT), pieces)
-                outputs = _outputs(step.engine(*encoded, *([] if for_objective is None else [for_objective])))
+                outputs = step.outputs(step.engine(*encoded, *([] if for_objective is None else [for_objective])))
         finally:
             model.before_text = None  # evaluations do not reseed
         if with_graph:
             step.terms.add(outputs.features)
         for role in step.cached.keys() - outputs.features.keys() if again else ():
-            if isinstance(role, Result) and step.towers[role] in self._towers:
+            if isinstance(role, str) and step.towers[role] in self._towers:
                 raise ConfigError(
-                    f"megaclip.objective: the loss depends on {role.name!r}, which chunk_features returned the first "
+                    f"megaclip.objective: the loss depends on {role!r}, which chunk_features returned the first "
                     "time only; return it both times, or detach it in batch_terms"
                 )
         return outputs
 
     def store(self, chunk: int, outputs: Outputs) -> None:
         for role, features in outputs.features.items():
-            tower = TOWERS[role.call] if isinstance(role, Result) else next(each for each in Tower if each == role)
-            if features.ndim and tower in self._towers:  # not a term, and no blank row
+            tower = self._step.towers[role]
+            if tower in self._towers:  # not a term, and no blank row
                 self._step.store(role, tower, chunk, features)
 
     def gradients(self, chunk: int) -> dict[Role, Tensor]:
@@ -227,8 +227,8 @@ class _Step:
         self.gathered, self.terms = GatheredTower(engine), terms
         self.features: dict[Role, Tensor] = {}
         """Features of the towers (b, D), and those of the objective (b, ...), in the order of the chunks."""
-        self.towers: dict[Role, Tower] = {tower: tower for tower in Tower}
-        """Tower in whose passes the features of a role are computed."""
+        self.towers: dict[Role, Tower | None] = {tower: tower for tower in Tower}
+        """Tower in whose passes the features of a role are computed. None: it is a term, to which both may add."""
         self.cached: dict[Role, Tensor] = {}
         """Gradients of the features."""
         self._embeddings_device = embeddings_device
@@ -254,9 +254,29 @@ class _Step:
             assert isinstance(source, _TowerChunks)
             source.with_other_tower.add(chunk)
 
+    def outputs(self, returned: tuple[Any, ...]) -> Outputs:
+        """Return the outputs of `DualEncoder.forward` by role: a tower, or the name of a result of the objective."""
+        features: dict[Role, Tensor] = {
+            tower: each for tower, each in zip(Tower, returned, strict=False) if each is not None
+        }
+        *scalars, last = returned[len(Tower) :]
+        if not isinstance(last, dict):
+            return Outputs(features, [*scalars, last])
+        for call, results in last.items():
+            for name, each in results.items():
+                tower = (Tower.TEXT if call == "text" else Tower.IMAGE) if each.ndim else None
+                if self.towers.setdefault(name, tower) != tower:
+                    raise ConfigError(
+                        f"megaclip.objective: {name!r} names features of images and of captions, or features and a "
+                        "term; return them under two names"
+                    )
+                if tower is None:
+                    each = each.to(torch.promote_types(each.dtype, torch.float32)) + features.get(name, 0.0)
+                features[name] = each
+        return Outputs(features, scalars)
+
     def store(self, role: Role, tower: Tower, chunk: int, features: Tensor) -> None:
         """Copy the features of a chunk to the device that keeps embeddings. tower: that of the chunk."""
-        self.towers[role] = tower
         if role not in self.features:
             shape = (self.batch.rows(), *features.shape[1:])
             self.features[role] = _empty(shape, features, self._embeddings_device)
@@ -269,23 +289,12 @@ class _Step:
 
     def orders(self) -> dict[Role, Tensor | None]:
         """Return `StepBatch.order` for the features of each role."""
-        return {role: self.batch.order(tower) for role, tower in self.towers.items()}
+        return {role: self.batch.order(tower) for role, tower in self.towers.items() if tower is not None}
 
     def rows(self, tower: Tower, chunk: int) -> slice:
         """Return the rows of a chunk."""
         count = self.batch.rows() // self.batch.chunk_count(tower)
         return slice(chunk * count, (chunk + 1) * count)
-
-
-def _outputs(returned: tuple[Any, ...]) -> Outputs:
-    """Return the outputs of `DualEncoder.forward` by role."""
-    features: dict[Role, Tensor] = {
-        tower: each for tower, each in zip(Tower, returned, strict=False) if each is not None
-    }
-    *scalars, last = returned[len(Tower) :]
-    if isinstance(last, dict):
-        features |= {Result(call, name): each for call, results in last.items() for name, each in results.items()}
-    return Outputs(features, scalars if isinstance(last, dict) else [*scalars, last])
 
 
 def _forward_order(chunks: Sequence[int], is_trained: Sequence[bool]) -> list[tuple[Tower, ...]]:
@@ -319,7 +328,9 @@ def _loss_and_gradients(
     `StepBatch.order` of each role. The loss receives the rows in the order of the batch.
     """
     kept_on = {role: embeddings.device for role, embeddings in features.items()}
-    leaves = {role: _batch_order(features.pop(role).to(device), orders[role]).requires_grad_() for role in kept_on}
+    leaves = {role: _batch_order(features.pop(role).to(device), orders[role]) for role in kept_on}
+    for leaf in leaves.values():
+        leaf.requires_grad_(leaf.is_floating_point())  # an objective's features may be integers
     log_scale, *bias = scalar_leaves = [scalar.detach().clone().requires_grad_() for scalar in scalars]
     scale = log_scale.exp()
     contrastive = loss_function(leaves[Tower.IMAGE], leaves[Tower.TEXT], scale, *bias)

@@ -9,7 +9,7 @@ Shapes: b rows of this rank.
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,16 +25,6 @@ from megaclip.objectives.base import CONTRASTIVE, check_terms, leaves
 from megaclip.step.batch import StepBatch, Tower
 
 logger = get_logger(__name__)
-
-TOWERS = {"image": Tower.IMAGE, "text": Tower.TEXT, "pair": Tower.IMAGE}
-"""Call of the objective in a pass -> tower with whose features its results are kept."""
-
-
-class Result(NamedTuple):
-    """Role of a result of the objective."""
-
-    call: str
-    name: str
 
 
 class StepTerms:
@@ -80,10 +70,8 @@ class StepTerms:
     def add(self, outputs: Mapping[Role, Tensor]) -> None:
         """Add the chunk's terms, which the outputs of a pass with gradients contain, to their sums."""
         for role, output in outputs.items():
-            if isinstance(role, Result) and output.ndim == 0:
-                value = output.detach().to(torch.promote_types(output.dtype, torch.float32))
-                total = self._chunk_sums.get(role.name)
-                self._chunk_sums[role.name] = value if total is None else total + value
+            if isinstance(role, str) and output.ndim == 0:
+                self._chunk_sums[role] = output.detach() + self._chunk_sums.get(role, 0.0)
 
     def count(self) -> None:
         """Sum the numbers of addends over ranks. All ranks call it after all chunks have been encoded."""
@@ -94,7 +82,7 @@ class StepTerms:
 
     def gradients(self) -> dict[Role, Tensor]:
         """Return the gradient of the loss by each term of a chunk that was computed, () on the device."""
-        return {Result(call, name): self._gradient(name) for name in self._chunk_sums for call in TOWERS}
+        return {name: self._gradient(name) for name in self._chunk_sums}
 
     def _gradient(self, name: str) -> Tensor:
         if name in self._addends:
@@ -109,12 +97,12 @@ class StepTerms:
         if self._objective is None:
             return contrastive
         fields = {name: upload(values, self._device) for name, values in self._batch.fields().items()}
-        more = {role.name: each for role, each in features.items() if isinstance(role, Result)}
+        more = {role: each for role, each in features.items() if isinstance(role, str)}
         scale, bias = (*scalars, None)[:2]
         assert scale is not None
         whole = WholeBatch(features[Tower.IMAGE], features[Tower.TEXT], scale, bias, more, fields)
         own = self._objective.batch_terms(whole)
-        check_terms(f"{type(self._objective).__name__}.batch_terms", own)
+        check_terms(f"{type(self._objective).__name__}.batch_terms", own, self._objective.weights)
         used = set(map(id, leaves(own.values())))
         for name, parameter in self._objective.named_parameters():
             if id(parameter) in used:

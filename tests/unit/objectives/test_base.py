@@ -51,6 +51,22 @@ def test_a_parameter_that_nothing_uses_is_named(both, caplog):
     assert not named if both else all("other" in message for message in named) and len(named) == 2
 
 
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        (None, "chunk_features returned NoneType; return a dict"),
+        ({"a": [1.0] * 3}, "returned 'a' of type list"),
+        ({"a": torch.zeros(2, 4)}, r"returned 'a' of shape \(2, 4\); return one row for each of the 3 samples"),
+        ({"head": torch.zeros(3, 4)}, "under a name that is no term's"),
+    ],
+)
+def test_features_of_another_form_are_refused_in_one_line(features, message):
+    objective = Head()
+    objective.chunk_features = lambda chunk: features
+    with pytest.raises(ConfigError, match=message):
+        objective(inputs())
+
+
 class Wide(Objective):
     def more_images(self, images: Tensor) -> Tensor:
         return images[0]

@@ -50,6 +50,7 @@ WRONG = {
     "a number": ({"a": 1.0}, "returned 'a' of type float"),
     "no sum": ({"a": torch.zeros(3)}, r"returned 'a' of shape \(3,\)"),
     "no dict": (torch.zeros(()), "returned Tensor; return a dict"),
+    "detached": ({"b": torch.zeros(()), "a": torch.zeros(())}, "returned 'a' without gradients, so it trains nothing"),
     "reserved": ({"contrastive": torch.zeros(())}, "under a name other than 'contrastive'"),
 }
 
@@ -58,4 +59,4 @@ WRONG = {
 def test_terms_of_another_form_are_refused_in_one_line(case):
     terms, message = WRONG[case]
     with pytest.raises(ConfigError, match=message):
-        check_terms("Own.batch_terms", terms)
+        check_terms("Own.batch_terms", terms, {"b": 0})

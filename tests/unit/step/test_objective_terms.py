@@ -33,7 +33,7 @@ def test_an_objective_without_an_effect_gives_a_warning(monkeypatch, objective, 
     monkeypatch.setattr(objective_terms, "log_once", lambda _, line: lines.append(line))
     batch = SimpleNamespace(rows=lambda: 2, fields=dict)
     terms = objective_terms.StepTerms(objective, batch, torch.device("cpu"))
-    features = dict.fromkeys(objective_terms.Tower, torch.ones(2, 3))
+    features = dict.fromkeys(objective_terms.Tower, torch.ones(2, 3, requires_grad=True))
     own = terms.add_batch_terms(torch.tensor(5.0), features, [torch.ones(1)])
     assert own == terms.total(torch.tensor(5.0), values := {}) == sum(values.values())
     assert len(lines) == 1 and warning in lines[0]
@@ -52,7 +52,7 @@ def test_a_term_of_the_batch_with_a_parameter_is_refused():
     """Its gradient would come outside of the engine's backward passes."""
     batch = SimpleNamespace(rows=lambda: 2, fields=dict)
     terms = objective_terms.StepTerms(Head(), batch, torch.device("cpu"))
-    features = dict.fromkeys(objective_terms.Tower, torch.ones(2, 3))
+    features = dict.fromkeys(objective_terms.Tower, torch.ones(2, 3, requires_grad=True))
     with pytest.raises(ConfigError, match=r"Head.batch_terms uses the parameter head\.(weight|bias), .*chunk_features"):
         terms.add_batch_terms(torch.tensor(5.0), features, [torch.ones(1)])
 
@@ -67,15 +67,54 @@ class Once(Objective):
         return {"term": batch.features["once"].sum()}
 
 
-def test_features_whose_gradient_would_be_lost_are_refused():
+class Twice(Objective):
+    """Its features of both towers have one name."""
+
+    def chunk_features(self, chunk):
+        return {"twice": chunk.text_features if chunk.images is None else chunk.image_features}
+
+    def batch_terms(self, batch):
+        return {"term": batch.features["twice"].sum()}
+
+
+class Labels(Objective):
+    """Its features are integers."""
+
+    def chunk_features(self, chunk):
+        return {} if chunk.images is None else {"label": chunk.images[:, 0, 0, 0].round().long()}
+
+    def batch_terms(self, batch):
+        assert batch.features["label"].dtype == torch.int64
+        return {"label": (batch.image_features.sum(1) * batch.features["label"]).mean()}
+
+
+def take_step(objective, chunks):
+    """Return the terms of a step of four samples with this objective."""
     model = build_model(load_model_config("demo-tiny"))
-    model.objective = Once()
-    model.objective.attach(model)
+    model.objective = objective
+    objective.attach(model)
     size, length = model.config.vision_cfg.image_size, model.config.text_cfg.context_length
-    transform = ImageTransform(size)
-    feed = DeviceFeed(torch.device("cpu"), torch.float32, transform.normalise)
-    pixels = torch.zeros(4, 3, size, size, dtype=torch.uint8).chunk(2)
-    batch = MemoryBatch(pixels, torch.ones(4, length, dtype=torch.int64), feed, text_chunks=2)
+    feed = DeviceFeed(torch.device("cpu"), torch.float32, ImageTransform(size).normalise)
+    pixels = torch.zeros(4, 3, size, size, dtype=torch.uint8).chunk(chunks)
+    batch = MemoryBatch(pixels, torch.ones(4, length, dtype=torch.int64), feed, text_chunks=chunks)
     arguments = PlainEngine(model), cross_entropy, batch, torch.zeros(1), RandomState(seed=0, step=0, rank=0)
-    with pytest.raises(ConfigError, match="depends on 'once', which chunk_features returned the first time only"):
-        accumulate_gradients(*arguments, coalesce=False)
+    accumulate_gradients(*arguments, coalesce=False, term_values=(values := {}))
+    return values
+
+
+@pytest.mark.parametrize(
+    ("objective", "chunks", "message"),
+    [
+        (Once(), 2, "depends on 'once', which chunk_features returned the first time only"),
+        (Twice(), 1, "'twice' names features of images and of captions"),
+        (Twice(), 2, "'twice' names features of images and of captions"),
+    ],
+)
+def test_features_whose_gradient_would_be_lost_are_refused(objective, chunks, message):
+    with pytest.raises(ConfigError, match=message):
+        take_step(objective, chunks)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_features_may_be_integers(chunks):
+    assert take_step(Labels(), chunks)["label"] != 0
