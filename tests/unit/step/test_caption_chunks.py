@@ -9,7 +9,6 @@ from megaclip.comm.parallelism import ONE_RANK
 from megaclip.models import TextConfig, build_model, load_model_config
 from megaclip.models.packing import Pieces
 from megaclip.models.text import CUT_MULTIPLE, caption_lengths, cut_length, is_cut_exact, reason_not_to_cut
-from megaclip.step.batch import DeviceFeed, Tower
 from megaclip.step.caption_chunks import CaptionChunks, division_of_captions
 from tests.tolerances import FEATURES, TOWER_GRADIENT, assert_close, assert_far
 
@@ -182,20 +181,6 @@ def test_gradients_are_ready_in_one_order_whatever_the_pieces():
         [((16, 8),), ((2, 24), (14, 8)), ((2, 24), (2, 16), (12, 8)), ((2, 24), (2, 20), (4, 16), (8, 8))],
     )
     assert len(first) > 20 and all(other == first for other in others)
-
-
-def test_whole_chunks_keep_order_and_padding():
-    tokens = torch.arange(6 * 8).view(6, 8)
-    chunks = CaptionChunks.whole(tokens, 3)
-    assert torch.equal(torch.cat(list(chunks)), tokens) and len(list(chunks)) == 3
-    assert (chunks.order, chunks.mean_tokens, chunks.saved_share) == (None, None, 0.0)
-
-
-def test_a_feed_yields_chunks_of_different_lengths():
-    feed = DeviceFeed(torch.device("cpu"), torch.float32, lambda pixels, dtype: pixels)
-    chunks = chunks_of(5)
-    got = list(feed.inputs(Tower.TEXT, chunks))
-    assert all(torch.equal(a, b) and a.dtype == torch.int64 for a, b in zip(got, chunks, strict=True))
 
 
 @pytest.fixture

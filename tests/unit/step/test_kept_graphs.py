@@ -83,7 +83,7 @@ def auto(tmp_path: Path, **changes) -> Workload:
 
 
 @pytest.mark.parametrize(
-    ("model", "micro_batch", "memory"), [("ViT-B-32", 512, range(4, 141, 4)), ("ViT-g-14", 128, range(40, 141))]
+    ("model", "micro_batch", "memory"), [("ViT-B-32", 512, range(4, 141, 4)), ("ViT-g-14", 128, range(40, 141, 10))]
 )
 def test_auto_fills_the_gpu_up_to_its_margin_and_never_refuses_what_fits_without(
     tmp_path: Path, model: str, micro_batch: int, memory: range
@@ -241,7 +241,7 @@ def test_kept_graphs_take_the_planned_bytes(tmp_path: Path, checkpointing: str) 
     job = workload(tmp_path, 1, bf16={"enabled": False}, data_types={})
     job = replace(job, model=TOKENS, checkpointing=checkpointing).with_batch(32, micro_batch=8, text_micro_batch=16)
     none, planned_none = bytes_alive_at_the_loss(job), plan_memory(job, describe(gpus=1)).gpu_phases.loss
-    for number in (1, 2, 3, 6):
+    for number in (1, 5):  # images, then also texts
         keeping = job.with_megaclip(keep_graphs=number)
         planned = plan_memory(keeping, describe(gpus=1)).gpu_phases.loss
         assert planned_none.kept_graphs == 0

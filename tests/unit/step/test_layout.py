@@ -1,7 +1,6 @@
 """A run and its plan make the same decisions."""
 
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,17 +155,6 @@ def test_images_are_kept_where_the_plan_puts_them(plan_of_run, lock_image: bool)
     assert found == ([ImagePlace("once", True)] * 3 if lock_image else expected)
 
 
-def test_images_go_to_disk_if_the_rest_of_the_run_needs_the_memory(plan_of_run) -> None:
-    """The decision must count everything that the run keeps in host memory.
-
-    The images alone take 4.6 GiB, which would fit into 80 % of 57 GiB.
-    """
-    machine = describe(gpus=8, host_memory="57GiB")
-    run, _ = plan_of_run(machine)
-    assert run.image_place == ImagePlace("disk", True)
-    assert run.cpu_peak < machine.usable_host_memory < run.cpu_peak + run.disk["step store"]
-
-
 def test_all_ranks_keep_images_on_disk_if_one_host_requires_it(plan_of_run) -> None:
     run, planned = plan_of_run(describe(gpus=8), others=["cpu", "disk"])
     assert (run.image_place.name, planned.image_place.name) == ("disk", "cpu")
@@ -212,17 +200,13 @@ def test_images_are_placed_by_the_bytes_that_are_left() -> None:
 
 def test_captions_of_a_text_chunk_take_the_memory_of_an_image_chunk(tmp_path: Path) -> None:
     """Bytes per sample are computed by the formulas that other tests compare with autograd."""
-    for model, number in (("ViT-B-16", 4), ("ViT-B-32", 1), ("ViT-L-14", 9), ("ViT-L-14-336", 20)):
+    for model, number in (("ViT-B-32", 1), ("ViT-L-14", 9)):
         job = workload(tmp_path, 1, model)
         image, text = (work.costs.graph for work in tower_work(job))
         assert text_chunks_for(job.model, 2, True) == TextChunks(number)
         assert image / text == pytest.approx(number, rel=0.15)
-    # Also for open_clip's modules, whose captions are cut (ViT-B-32, ConvNeXt) or keep their padding (SigLIP).
-    for model, chunks in (
-        ("ViT-B-32", TextChunks(1, 8)),
-        ("convnext_base", TextChunks(7, 8)),
-        ("ViT-SO400M-14-SigLIP", TextChunks(15)),
-    ):
+    # Also for open_clip's modules, whose captions are cut or keep their padding (SigLIP).
+    for model, chunks in (("ViT-B-32", TextChunks(1, 8)), ("ViT-B-32-SigLIP2-256", TextChunks(1))):
         description = load_model_config(model, "open_clip")
         assert text_chunks_for(description, 2, "auto") == chunks
         image, text = (tower_costs(description, tower, 2).graph for tower in ("image", "text"))
@@ -290,10 +274,3 @@ def test_the_settings_of_zero_3_limit_what_stays_gathered(
     reuse: int, live: int, prefetched: int, offloads: bool, kept: int
 ) -> None:
     assert elements_kept_gathered(reuse, live, prefetched, offloads=offloads) == kept
-
-
-def test_the_settings_of_a_workload_are_the_objects_of_the_run(tmp_path: Path) -> None:
-    job = workload(tmp_path, zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
-    config = load_training_config(tmp_path / "ds.json")
-    assert (job.megaclip, job.zero, job.batch) == (config.megaclip, config.zero, config.batch_layout(8))
-    assert json.loads((tmp_path / "ds.json").read_text())["train_batch_size"] == job.batch.global_batch

@@ -160,9 +160,9 @@ def test_slots_of_chunks_that_are_read_once_are_free_in_the_first_pass() -> None
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("held", "reread_from", "kept"), [(4, 4, 0), (4, 4, 1), (3, 0, 0), (3, 2, 3), (3, 4, 4), (1, 4, 4)]
+    ("held", "reread_from", "kept", "on_disk"),
+    [(4, 4, 0, True), (4, 4, 1, False), (3, 0, 0, False), (3, 2, 3, True), (1, 4, 4, False)],
 )
-@pytest.mark.parametrize("on_disk", [False, True])
 def test_workers_do_not_overwrite_slots_that_a_pass_still_reads(pairs, tmp_path, held, reread_from, kept, on_disk):
     """Each chunk is used slowly, so that the workers read ahead as far as they may."""
     data = (pairs, ImageTransform(8, training=True), CountingTokenizer())
