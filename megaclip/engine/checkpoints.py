@@ -11,6 +11,7 @@ import math
 import shlex
 import time
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -148,16 +149,10 @@ FILE = "best_checkpoint.json"
 _RETRIEVAL = ("retrieval_r1_i2t", "retrieval_r1_t2i")
 
 
-class _Data(BaseModel):
-    """Flags of the command line that specify the evaluation. Scores are compared only if these flags are equal."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    val_data: list[str]
-    group_captions: bool
-    zeroshot_data: str | None
-    eval_ema: bool = False
-    suite: str | None = None
+_SOURCES = ("val_data", "val_fraction", "zeroshot_data", "suite")
+"""Flags of the command line of which an evaluation requires one."""
+_DATA = (*_SOURCES, "group_captions", "eval_ema")
+"""Flags that specify the evaluation. Scores are compared only if these flags are equal."""
 
 
 class _Record(BaseModel):
@@ -172,7 +167,8 @@ class _Record(BaseModel):
     value: float
     scores: dict[str, float]
     """All finite scores of the evaluation, by name."""
-    data: _Data
+    data: dict[str, Any]
+    """The flags `_DATA` of the run that was evaluated."""
 
 
 def main_score(scores: dict[str, float]) -> tuple[str, float]:
@@ -191,7 +187,7 @@ class BestCheckpoint:
         """folder: the run's folder. arguments: the command line, whose evaluation data are recorded."""
         self._folder = folder
         self._file = folder / FILE
-        self._data = _Data.model_validate({name: arguments.recorded()[name] for name in _Data.model_fields})
+        self._data = {name: arguments.recorded()[name] for name in _DATA}
         self._run = ""
         self._record: _Record | None = None
 
@@ -219,8 +215,7 @@ class BestCheckpoint:
             logger.info("%s no longer applies to this run and was deleted", self._file)
 
     def _applies(self, record: _Record, step: int) -> bool:
-        data = self._data
-        same_data = record.data == data or not (data.val_data or data.zeroshot_data or data.suite)
+        same_data = record.data == self._data or not any(self._data[name] for name in _SOURCES)
         return self._is_saved(record.checkpoint) and step_of(record.checkpoint) <= step and same_data
 
     def _is_saved(self, tag: str) -> bool:
@@ -252,5 +247,5 @@ class BestCheckpoint:
                 self._record.value,
                 shlex.quote(str(self._folder)),
                 self._record.checkpoint,
-                " --ema" * self._record.data.eval_ema,
+                " --ema" if self._record.data.get("eval_ema") else "",
             )

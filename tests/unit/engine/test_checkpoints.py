@@ -86,6 +86,7 @@ def test_a_damaged_record_is_deleted(tmp_path, content):
         # A run with --eval-ema may be resumed without evaluation data, and then has no --eval-ema.
         ("run", {"eval_ema": True}, {"val_data": []}, "run OUT_DIR --tag step_00000001 --ema --verify"),
         ("run", {"eval_ema": True}, {}, None),  # the recorded scores are those of other weights
+        ("run", {"val_data": [], "val_fraction": 0.5, "eval_ema": True}, {"val_data": [], "val_fraction": 0.5}, None),
     ],
 )
 def test_the_report_names_the_command_that_exports_what_was_evaluated(
