@@ -143,9 +143,8 @@ class TrainingConfig:
     @property
     def accumulates_in_bf16(self) -> bool:
         """True if the gradients of a step's chunks accumulate in bfloat16: the default, unless they are coalesced."""
-        if self.megaclip.coalesce_gradient_reduction:
-            return self.bf16 and self.settings.data_types.grad_accum_dtype == "bf16"
-        return self.bf16 and self.settings.data_types.grad_accum_dtype != "fp32"
+        dtype = self.settings.data_types.grad_accum_dtype
+        return self.bf16 and (dtype == "bf16" if self.megaclip.coalesce_gradient_reduction else dtype != "fp32")
 
     @property
     def activation_checkpointing(self) -> bool:

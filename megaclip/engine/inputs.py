@@ -115,13 +115,8 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
         settings = ", ".join(f"{name} {value}" for name, value in preprocess.items())
         supplied = f"{' and '.join(cards)} {'supplies' if len(cards) == 1 else 'supply'}"
         logger.info("tokenizer %s, %s; %s what no flag sets", chosen.name, settings, supplied)
-    keys: dict[str, Any] = {
-        "dataset_type": arguments.dataset_type,
-        "image_key": arguments.image_key,
-        "caption_key": arguments.caption_key,
-        "image_root": arguments.image_root,
-        "max_bad_fraction": arguments.max_bad_fraction,
-    }
+    reading = {"dataset_type", "image_key", "caption_key", "image_root", "max_bad_fraction"}
+    keys = arguments.model_dump(include=reading)
     weights = arguments.train_data_weights or None
     objective = chosen_objective(arguments, config.megaclip, model_config)
     if model_config.has_decoder and chosen.tokenizer.vocab_size > (words := model_config.text_cfg.vocab_size):

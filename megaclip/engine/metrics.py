@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -253,10 +253,10 @@ def _listed(counts: dict[str, int]) -> str:
 
 
 class Curves:
-    """Writer of the curves of a run, on the rank that reports.
+    """Writer of the curves of a run, on the rank that reports: to TensorBoard, and to DeepSpeed's monitors.
 
-    If a file cannot be written, for example because the disk is full, the error is logged once. The run then continues
-    without TensorBoard or without DeepSpeed's monitors. A resumed run writes both again.
+    If one of them cannot write, for example because the disk is full, the error is logged once. The run then continues
+    without it. A resumed run writes both again.
     """
 
     def __init__(self, folder: Path, start_step: int, monitor: Any) -> None:
@@ -267,56 +267,52 @@ class Curves:
                 this step.
             monitor: DeepSpeed's MonitorMaster, or None.
         """
-        self._writer: SummaryWriter | None = None
-        self._monitor = monitor if monitor is not None and monitor.enabled else None
-        table = getattr(self._monitor, "csv_monitor", None)
-        if table is not None and table.enabled:  # a file of the run that is resumed has its header
-            table.filenames += [path.stem for path in Path(table.log_dir).glob("*.csv")]
-        self._folder = folder
+        self._tensorboard, self._monitors = f"TensorBoard's files in {folder}", "the monitors of ds_config.json"
+        self._outputs: dict[str, Any] = {}
+        """Those that can be written, by their names in the log."""
+        if monitor is not None and monitor.enabled:
+            self._outputs[self._monitors] = monitor
+            table = getattr(monitor, "csv_monitor", None)
+            if table is not None and table.enabled:  # a file of the run that is resumed has its header
+                table.filenames += [path.stem for path in Path(table.log_dir).glob("*.csv")]
         _hide_traceback_of_writer()
         try:
-            self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
+            self._outputs[self._tensorboard] = SummaryWriter(str(folder), purge_step=start_step + 1)
         except OSError as error:
-            self._continue_without_tensorboard(error)
+            self._continue_without(self._tensorboard, error)
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         """Write scalars by name."""
-        self._try(lambda writer: [writer.add_scalar(name, value, step) for name, value in scalars.items()])
-        if self._monitor is None:
-            return
-        try:
-            self._monitor.write_events([(name, value, step) for name, value in scalars.items()])
-        except OSError as error:
-            self._monitor = None
-            logger.warning("the monitors of ds_config.json cannot write (%s); the run continues without them", error)
+        events = [(name, value, step) for name, value in scalars.items()]
+        self._try(self._tensorboard, lambda writer: [writer.add_scalar(*event) for event in events])
+        self._try(self._monitors, lambda monitor: monitor.write_events(events))
 
     def write_pictures(self, step: int, pictures: dict[str, np.ndarray]) -> None:
         """Write pictures, (3, H, W) uint8, by name."""
-        self._try(lambda writer: [writer.add_image(name, picture, step) for name, picture in pictures.items()])
+        self._try(self._tensorboard, lambda writer: [writer.add_image(*each, step) for each in pictures.items()])
 
     def flush(self) -> None:
         """Write buffered values to the file."""
-        self._try(lambda writer: writer.flush())
+        self._try(self._tensorboard, lambda writer: writer.flush())
 
     def close(self) -> None:
         """Write buffered values and close the file."""
-        self._try(lambda writer: writer.close())
-        self._writer = None
+        self._try(self._tensorboard, lambda writer: writer.close())
+        self._outputs.clear()
 
-    def _try(self, action: Any) -> None:
-        if self._writer is None:
-            return
+    def _try(self, output: str, action: Callable[[Any], Any]) -> None:
         try:
-            action(self._writer)
+            if output in self._outputs:
+                action(self._outputs[output])
         except OSError as error:
-            self._continue_without_tensorboard(error)
+            self._continue_without(output, error)
 
-    def _continue_without_tensorboard(self, error: OSError) -> None:
-        self._writer = None
+    def _continue_without(self, output: str, error: OSError) -> None:
+        self._outputs.pop(output, None)
         logger.warning(
-            "TensorBoard's files in %s cannot be written (%s); the run continues without curves; to get them after a "
-            "resume, free space or fix permissions first",
-            self._folder,
+            "%s cannot be written (%s); the run continues without curves there; to get them after a resume, free space "
+            "or fix permissions first",
+            output,
             first_line(error),
         )
 

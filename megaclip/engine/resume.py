@@ -170,7 +170,11 @@ def _find_checkpoint(wanted: str | None, checkpoints: Path) -> tuple[Path, str] 
         else:
             folder, tag = search.locate(Path(wanted))
             tags = [tag]
-    _check_all_found_the_same(tags)
+    found = sorted({" ".join(names) or "nothing" for names in gather_objects(tags)})  # their paths may differ
+    if len(found) > 1:
+        raise CheckpointError(
+            f"ranks found different checkpoints ({', '.join(found)}); set --logs to a folder that all hosts share"
+        )
     if wanted != "auto":
         search.require_whole(folder, tags[0])
         return folder, tags[0]
@@ -219,15 +223,6 @@ def _same_partitioning(state: dict[str, Any], identity: dict[str, Any]) -> bool:
     if same_model and state["zero_stage"] == identity["zero_stage"] == 0:
         return True
     return all(state[key] == identity[key] for key in _PARTITIONING)
-
-
-def _check_all_found_the_same(tags: list[str]) -> None:
-    """Raise on every rank unless all ranks found the checkpoints of the same steps. Their paths may differ."""
-    found = sorted({" ".join(names) or "nothing" for names in gather_objects(tags)})
-    if len(found) > 1:
-        raise CheckpointError(
-            f"ranks found different checkpoints ({', '.join(found)}); set --logs to a folder that all hosts share"
-        )
 
 
 def _check_same_run(state: dict[str, Any], identity: dict[str, Any]) -> None:

@@ -197,6 +197,7 @@ class Run:
 
     def _train_steps(self, batch: StepStore, metrics: Metrics, signals: StopSignals) -> signal.Signals | None:
         """Run the training loop: step, save and evaluate until the last step or a stop signal."""
+        arguments, is_due = self.arguments, self.length.is_due
         while self.step < self.last_step:
             step_metrics = self.trainer.train_step(batch)
             self.watchdog.step_done(self.step)
@@ -206,22 +207,16 @@ class Run:
             is_last = self.step == self.last_step
             stop_signal = None if is_last else signals.received_by_any_rank()
             self.checkpoints.poll()
-            if is_last or stop_signal or self._is_save_due():
+            if is_last or stop_signal or is_due(self.step, arguments.save_every_steps, arguments.save_frequency):
                 self._save(training_continues=not (is_last or stop_signal))
                 metrics.record_bad_samples(self.step, sum_counts(batch.bad_counts))
                 metrics.restart_clock()
             if stop_signal:
                 return stop_signal
-            if self._is_evaluation_due() and not is_last:
+            if is_due(self.step, arguments.eval_every_steps, arguments.val_frequency) and not is_last:
                 self._evaluate(metrics)
         self._evaluate(metrics)  # here, because a resumed run may have only this left to do
         return None
-
-    def _is_save_due(self) -> bool:
-        return self.length.is_due(self.step, self.arguments.save_every_steps, self.arguments.save_frequency)
-
-    def _is_evaluation_due(self) -> bool:
-        return self.length.is_due(self.step, self.arguments.eval_every_steps, self.arguments.val_frequency)
 
     def _save(self, *, training_continues: bool) -> None:
         with self.watchdog.phase("a checkpoint"):

@@ -164,16 +164,13 @@ def test_a_broken_set_is_one_line_and_not_fatal(
     assert len(lines_of(tmp_path / "results.jsonl")) == 3
 
 
-@pytest.mark.parametrize(
-    ("content", "kind"),
-    [(b"", "wrong .npy"), (npy([1]), "wrong .npy"), (npy(["a"] * 2), "wrong .npy"), (npy([1, np.nan]), "wrong .npy")],
-)
-def test_bad_group_labels_are_left_out_and_counted(content: bytes, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"", npy([1]), npy(["a"] * 2), npy([1, np.nan])])
+def test_bad_group_labels_are_left_out_and_counted(content: bytes, tmp_path: Path) -> None:
     samples = [{"png": image(row), "cls": b"1", "npy": content if row == 5 else npy([row % 2, 3])} for row in range(9)]
     write_classes(tmp_path / "suite" / "wds_geode_test", samples)
     run(tmp_path / "suite", tmp_path / "results.jsonl")
     line = lines_of(tmp_path / "results.jsonl")["fairness/geode"]
-    assert line["bad_samples"] == {kind: 1} and line["samples"] == 8
+    assert line["bad_samples"] == {"wrong .npy": 1} and line["samples"] == 8
     assert line["metrics"]["count_region:0"] + line["metrics"]["count_region:1"] == 8
 
 

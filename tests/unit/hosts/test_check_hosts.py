@@ -1,20 +1,25 @@
 """`megaclip check-hosts`: every fault is reported with its host, and equal hosts have no problem."""
 
+import io
 import json
+import os
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megaclip.config import load_training_config
 from megaclip.hosts import check
 from megaclip.hosts.check import Report, find_problems, report, table
 from megaclip.zero.optimizers import needed_ops
-from tests.end_to_end.training_runs import ROOT, launcher_environment
+from tests.distributed.harness import run_ranks
+from tests.end_to_end.training_runs import ROOT, free_port
 
 PROPERTIES = {"accelerators": "2 x NVIDIA H200", "Python": "3.11.2", "commit": "0123456789", "driver": "580.1"}
 PROPERTIES |= {"torch": "2.13.0", "timm": "missing", "data shards/*.tar": "332 files"}
@@ -107,13 +112,22 @@ def test_only_ops_of_the_configured_optimizer_are_needed(tmp_path: Path) -> None
     assert needed_ops(load_training_config(own)) == []
 
 
+def check_own(folder: Path, port: int) -> tuple[int, str]:
+    """Run this rank's part of the command, in a process group of its own; return the exit code and the output."""
+    from megaclip.commands import check_hosts
+
+    torch.distributed.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port)
+    output = io.StringIO()
+    with redirect_stdout(output):
+        code = check_hosts.main(["--logs", str(folder / "logs"), "--train-data", str(folder / "*.tar")])
+    return code, output.getvalue()
+
+
 def test_two_ranks_check_each_other(tmp_path: Path) -> None:
-    command = [*f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node=2 -m -- megaclip".split()]
-    command += ["check-hosts", "--logs", str(tmp_path / "logs"), "--train-data", str(tmp_path / "*.tar")]
-    environment = {key: value for key, value in launcher_environment().items() if key not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    host, *found = done.stdout[done.stdout.index("host ") :].splitlines()[1:]
-    assert host.split()[1] == "2" and done.returncode == 1, done.stdout + done.stderr
+    (code, output), (code_of_other, nothing) = run_ranks(check_own, 2, tmp_path, free_port())
+    host, *found = output[output.index("host ") :].splitlines()[1:]
+    assert host.split()[1] == "2" and (code, code_of_other, nothing) == (1, 1, ""), output
     assert any("matches no file" in line or "no file" in line for line in found), found
     assert not any("does not see" in line or "network" in line or "clock" in line for line in found), found
     assert list((tmp_path / "logs").iterdir()) == []  # the token file has been deleted
