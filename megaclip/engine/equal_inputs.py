@@ -8,13 +8,14 @@ it in a collective forever. So the ranks compare their inputs once, before anyth
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megaclip.comm.collectives import gather_objects
 from megaclip.config import TrainArguments
 from megaclip.data import PairDataset
 from megaclip.engine.inputs import Inputs
-from megaclip.errors import ConfigError
+from megaclip.errors import ConfigError, os_reason
 from megaclip.evaluation.items import ItemSet
 from megaclip.evaluation.suite import TaskData
 from megaclip.objectives.registry import objective_identity
@@ -38,8 +39,9 @@ _PATHS = {
     "resume",
 }
 """Flags with paths, which may differ between hosts. Content that must be equal is compared instead."""
-_ON_ALL_RANKS = ("pretrained", "pretrained_image", "pretrained_text", "feature_cache")
-"""Flags of `_PATHS` that all ranks or none must have, and whose content is not compared."""
+_WEIGHTS = ("pretrained", "pretrained_image", "pretrained_text")
+_SAMPLES, _SAMPLE_BYTES = 64, 2**16
+"""Parts of a file of weights that are compared. Weights of another training differ in all of them."""
 _PER_RANK = {"set", "name", "workers", "shard_cache_gb", "local_rank", "debug_traceback"}
 """Other flags that may differ. Only the first rank's --name is used. ds_config.json is compared with --set."""
 
@@ -47,12 +49,12 @@ _PER_RANK = {"set", "name", "workers", "shard_cache_gb", "local_rank", "debug_tr
 def require_equal_inputs(arguments: TrainArguments, inputs: Inputs) -> None:
     """Raise ConfigError, on every rank, unless all ranks have the same settings and data. Every rank must call it."""
     flags = arguments.model_dump(mode="json", exclude=_PATHS | _PER_RANK)
-    given = arguments.model_dump(exclude_none=True)
     require_equal(
         {
             "--deepspeed_config": f"settings with {_checksum(inputs.config.deepspeed)}",
             **{f"--{name.replace('_', '-')}": json.dumps(value) for name, value in flags.items()},
-            **{f"--{name.replace('_', '-')}": "a path" if name in given else "not set" for name in _ON_ALL_RANKS},
+            **{f"--{name.replace('_', '-')}": weights_text(getattr(arguments, name)) for name in _WEIGHTS},
+            "--feature-cache": "not set" if arguments.feature_cache is None else "a path",
             "--resume": "a path" if arguments.resume not in (None, "auto") else json.dumps(arguments.resume),
             "--model": f"a description with {_checksum(inputs.model_config.to_open_clip())}",
             "megaclip.objective": objective_identity(inputs.config.megaclip.objective),
@@ -91,6 +93,26 @@ def data_text(dataset: TaskData | None) -> str:
         return f"{len(dataset)} images of items with {_checksum(repr(dataset.items))}"
     classes = f"{len(dataset.class_names)} classes with {_checksum([dataset.class_names, dataset.templates])}"
     return f"{len(dataset)} samples of {classes}"
+
+
+def weights_text(path: str | None) -> str:
+    """Return a text that differs for different weights, and is equal for equal files, wherever they are stored."""
+    if path is None:
+        return "not set"
+    place, sums = Path(path), hashlib.sha256()
+    try:
+        for file in [place] if place.is_file() else sorted(place.iterdir()):
+            if file != place and file.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".npz"):
+                continue
+            size = file.stat().st_size
+            sums.update(f"{size} ".encode())
+            with file.open("rb") as content:
+                for start in range(0, size, max(_SAMPLE_BYTES, size // _SAMPLES)):
+                    content.seek(start)
+                    sums.update(content.read(_SAMPLE_BYTES))
+    except OSError as error:  # of one rank: the others must not wait for it
+        return f"weights that cannot be read: {os_reason(error)}"
+    return f"weights with checksum {sums.hexdigest()[:8]}"
 
 
 def _checksum(content: Any) -> str:

@@ -17,6 +17,7 @@ from megaclip.data import ImageTransform
 from megaclip.data.sentencepiece_training import train_sentencepiece
 from megaclip.data.tokenizers import load_tokenizer
 from megaclip.engine import equal_inputs, resume
+from megaclip.engine.equal_inputs import require_equal
 from megaclip.engine.inputs import Inputs, _check_tokenizer_of, chosen_objective, model_preprocessing, read_inputs
 from megaclip.engine.preflight import workload_of
 from megaclip.engine.saved_model import load_saved_model
@@ -353,22 +354,28 @@ def test_text_chunks_depend_on_forced_patch_dropout(folder: Path, tmp_path: Path
     assert chunks == [TextChunks(2), TextChunks(1)]
 
 
-def test_all_ranks_or_none_have_pretrained_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks would train different weights. tests/end_to_end/test_equal_inputs.py compares other inputs."""
-    ranks: list[dict[str, str]] = []
+def test_all_ranks_have_the_same_pretrained_weights(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would train different weights. tests/end_to_end/test_equal_inputs.py compares other inputs."""
+    exported, first = folder / "exported", list[dict[str, str]]()
+    monkeypatch.setattr(equal_inputs, "gather_objects", lambda own: [*(first or [own]), own])
+    inputs = read(folder, "--model", exported)
+    copy, other = (Path(shutil.copytree(exported, tmp_path / name)) for name in ("copy", "other"))
+    config = load_model_config(exported)
+    write_weights(other, build_model(config).state_dict(), config)
 
-    def gather(own: dict[str, str]) -> list[dict[str, str]]:
-        ranks.append(own)
-        return ranks
+    def compare(*flags: object) -> None:
+        command = ["--deepspeed_config", "c", "--train-data", "d", "--model", exported, *flags]
+        equal_inputs.require_equal_inputs(parse_arguments(list(map(str, command))), inputs)
 
-    monkeypatch.setattr(equal_inputs, "gather_objects", gather)
-    common = ["--deepspeed_config", "c", "--train-data", "d", "--model", str(folder / "exported")]
-    inputs = read(folder, "--model", folder / "exported")
-    for _ in range(2):
-        given = parse_arguments([*common, "--pretrained", str(folder / "exported")])
-        equal_inputs.require_equal_inputs(given, inputs)
-    with pytest.raises(ConfigError, match="--pretrained differs between ranks: a path on rank 0, not set on rank 2"):
-        equal_inputs.require_equal_inputs(parse_arguments(common), inputs)
+    monkeypatch.setattr(equal_inputs, "require_equal", lambda texts: first.append(dict(texts)))
+    compare("--pretrained", exported)
+    monkeypatch.setattr(equal_inputs, "require_equal", require_equal)
+    compare("--pretrained", copy)
+    for flags in (("--pretrained", other), ("--pretrained", tmp_path / "nowhere"), ()):
+        with pytest.raises(ConfigError, match="--pretrained differs between ranks: weights with checksum"):
+            compare(*flags)
 
 
 def test_nothing_else_changes_a_description() -> None:
