@@ -291,7 +291,9 @@ class TrainArguments(BaseModel):
     @field_validator("*")
     @classmethod
     def _refuse_empty(cls, value: Any) -> Any:
-        if value == "":  # for example "$WEIGHTS" if the variable is not set
+        if value == "" or (
+            isinstance(value, list) and "" in value
+        ):  # for example "$WEIGHTS" if the variable is not set
             raise ValueError("the value is empty; give it a value, or leave it out")
         return value
 

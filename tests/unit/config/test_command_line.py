@@ -69,6 +69,7 @@ surplus --seed 1 more | unknown argument 'more'
 --logs= | --logs: the value is empty; give it a value, or leave it out, got ''
 --pretrained-text= | --pretrained-text: the value is empty; give it a value, or leave it out
 --resume= | --resume: the value is empty; give it a value, or leave it out
+--val-data= | --val-data: the value is empty; give it a value, or leave it out, got ['']
 --resume latest | --resume auto requires --name; set it to the name of the run to resume
 --seed {2**64} | --seed: Input should be less than or equal to {2**64 - 1}
 --epochs 1 --train-steps 2 | --epochs and --train-steps exclude each other; use one of them
