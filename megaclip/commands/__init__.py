@@ -133,7 +133,9 @@ def _start(module: str) -> int | str | None:
     except OSError as error:
         if (advice := _PATH_ADVICE.get(error.errno or 0)) is None:
             raise
-        raise ConfigError(f"{first_line(error)}; {advice}") from None
+        # Permissions may change while a run trains, so that a restart may succeed.
+        kind = MegaclipError if error.errno == errno.EACCES else ConfigError
+        raise kind(f"{first_line(error)}; {advice}") from None
 
 
 def _stdout_has_reader() -> bool:

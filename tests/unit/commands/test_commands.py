@@ -114,7 +114,7 @@ def test_a_broken_connection_of_a_command_keeps_its_traceback(monkeypatch):
         (KeyboardInterrupt(), 130, "stopped by Ctrl-C\n"),
         (
             PermissionError(13, "Permission denied", "/root/x.json"),
-            78,
+            1,
             "error: [Errno 13] Permission denied: '/root/x.json'; give this user access to it, or another path\n",
         ),
     ],
