@@ -76,60 +76,36 @@ class Carried:
 
     def __init__(self, merge: Merge, *, group: Any = None, payload: torch.dtype | None = None) -> None:
         ranks = resolve(group)
-        self._route: _Route | _TwoLevelRoute
+        self._between: Carried | None = None
         if _has_two_levels(ranks):
-            self._route = _TwoLevelRoute(merge, ranks, payload)
-        else:
-            self._route = _Route(merge, ranks, payload)
-
-    def add(self, part: Tensors) -> None:
-        """Add this rank's part for the block that it holds, once per hop. The caller must not use it afterwards."""
-        self._route.add(part)
-
-    def home(self) -> Tensors:
-        """Return the merged parts of all ranks for this rank's own block. Call it once, after the last hop."""
-        return self._route.home()
-
-
-class _Route:
-    """`Carried` over one level of the ring."""
-
-    def __init__(self, merge: Merge, ranks: RankGroup, payload: torch.dtype | None) -> None:
+            self._between = Carried(merge, group=ranks.outer, payload=payload)
+            ranks = ranks.inner
         self._merge, self._ranks, self._payload = merge, ranks, payload
         self._pending: _Exchange | None = None
-
-    def add(self, part: Tensors) -> None:
-        if self._pending is not None:
-            part = self._merge(self._pending.wait(), part)
-        self._pending = _Exchange(part, self._ranks, _CARRIED_TAG, self._payload)
-
-    def home(self) -> Tensors:
-        assert self._pending is not None, "home() was called before the first add()"
-        return self._pending.wait()
-
-
-class _TwoLevelRoute:
-    """`Carried` over two levels: collect one round inside the host, then add it to the tensors sent between hosts."""
-
-    def __init__(self, merge: Merge, ranks: NodeGroup, payload: torch.dtype | None) -> None:
-        self._merge, self._ranks, self._payload = merge, ranks, payload
-        self._between = _Route(merge, ranks.outer, payload)
-        self._round = _Route(merge, ranks.inner, payload)
         self._hops = 0
 
     def add(self, part: Tensors) -> None:
-        if self._hops == self._ranks.inner.size:  # not at the end of add: the last exchange runs during the next tile
-            self._end_round()
-        self._round.add(part)
+        """Add this rank's part for the block that it holds, once per hop. The caller must not use it afterwards."""
+        if self._between is not None and self._hops == self._ranks.size:
+            self._end_round(self._between)  # not at the end of `add`: the last exchange runs during the next tile
+        if self._pending is not None:
+            part = self._merge(self._pending.wait(), part)
+        self._pending = _Exchange(part, self._ranks, _CARRIED_TAG, self._payload)
         self._hops += 1
 
     def home(self) -> Tensors:
-        self._end_round()
-        return self._between.home()
+        """Return the merged parts of all ranks for this rank's own block. Call it once, after the last hop."""
+        if self._between is not None:
+            self._end_round(self._between)
+            return self._between.home()
+        assert self._pending is not None, "home() was called before the first add()"
+        return self._pending.wait()
 
-    def _end_round(self) -> None:
-        self._between.add(self._round.home())
-        self._round, self._hops = _Route(self._merge, self._ranks.inner, self._payload), 0
+    def _end_round(self, between: "Carried") -> None:
+        """Add what the ranks of this host have collected to the tensors that are sent between hosts."""
+        assert self._pending is not None
+        between.add(self._pending.wait())
+        self._pending, self._hops = None, 0
 
 
 class _Exchange:

@@ -90,7 +90,7 @@ _UNTESTED_BY_DEEPSPEED = ("SGD", "Lion")
 """Optimizers that are correct on flat pieces but require zero_allow_untested_optimizer with ZeRO."""
 
 _MUON = ("muon", "muonwithauxadam")
-"""DeepSpeed's Muon, which is refused. tests/distributed/test_muon_refused.py shows the reason."""
+"""DeepSpeed's Muon, which is refused (`params_model`)."""
 _COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")
 
 

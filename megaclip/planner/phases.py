@@ -148,7 +148,7 @@ def step_phases(workload: Workload, states: States) -> Phases:
             reduce_bucket=states.bucket,
             reduction=states.reduction,
         ),
-        optimizer_step=Phase(gradients=reduced_gradient_bytes(workload), update=states.update),
+        optimizer_step=Phase(gradients=reduced_gradient_bytes(workload, workload.trained), update=states.update),
     )
 
 
@@ -161,7 +161,7 @@ def _forward_phase(work: TowerWork, kept: float, number: int) -> Phase:
     workload, costs = work.workload, work.costs
     kept += work.kept * _graph_bytes(work)
     activations = work.micro_batch * costs.forward_peak
-    if work.kept == work.chunks and work.is_partly_locked:
+    if work.kept == work.chunks and work.parameters.is_partly_locked:
         activations = work.micro_batch * costs.backward_peak
         kept -= work.micro_batch * costs.graph
     embeddings = 0.0 if workload.megaclip.embeddings_offload else embedding_bytes(workload)

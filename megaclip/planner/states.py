@@ -55,16 +55,19 @@ def gradient_bytes(workload: Workload, *, image_done: bool, text_done: bool) -> 
     """Return the bytes of gradients on the GPU after the backward passes of these towers, kept until the step."""
     done = zip(workload.parameters, (image_done, text_done), strict=True)
     whole = sum(tower.trained for tower, is_done in done if is_done)
-    if workload.coalesces or workload.zero.stage == 0:
-        return whole * workload.compute_bytes
-    return _accumulated(workload, whole)
+    return whole * workload.compute_bytes if workload.coalesces else reduced_gradient_bytes(workload, whole)
 
 
-def reduced_gradient_bytes(workload: Workload) -> float:
-    """Return the bytes of gradients on the GPU when all gradients of the step are reduced."""
-    if workload.zero.stage == 0:
-        return workload.trained * workload.compute_bytes
-    return _accumulated(workload, workload.trained)
+def reduced_gradient_bytes(workload: Workload, whole: int) -> float:
+    """Return the bytes on the GPU of the gradients of `whole` parameters after their reduction, until the step."""
+    zero = workload.zero
+    if zero.stage == 3 or not whole:
+        return 0  # at stage 3 they are part of the states
+    if zero.stage < 2:
+        return whole * (workload.gradient_bytes if zero.stage else workload.compute_bytes)
+    if workload.offload_optimizer != "none" and workload.gradient_bytes == workload.compute_bytes:
+        return 0  # in host memory
+    return workload.trained / workload.replicas * workload.gradient_bytes
 
 
 def checkpoint_bytes(workload: Workload) -> tuple[float, float]:
@@ -83,17 +86,6 @@ def checkpoint_bytes(workload: Workload) -> tuple[float, float]:
     return frozen + (0.0 if workload.offload_optimizer == "nvme" else trained), 0.0
 
 
-def _accumulated(workload: Workload, whole: int) -> float:
-    zero = workload.zero
-    if zero.stage == 3 or not whole:
-        return 0  # at stage 3 they are part of the states
-    if zero.stage == 1:
-        return whole * workload.gradient_bytes
-    if workload.offload_optimizer != "none" and workload.gradient_bytes == workload.compute_bytes:
-        return 0  # in host memory
-    return workload.trained / workload.replicas * workload.gradient_bytes
-
-
 def _stages_0_to_2(workload: Workload) -> States:
     zero, replicas = workload.zero, workload.replicas
     part = workload.trained / replicas
@@ -103,7 +95,6 @@ def _stages_0_to_2(workload: Workload) -> States:
         if replicas > 1:
             states.reduction = min(workload.trained, 5e8) * workload.compute_bytes
         return states
-    states.bucket = 0.0
     is_reduced = replicas > 1 or workload.gradient_bytes != workload.compute_bytes  # see zero/update.py
     if (zero.contiguous_gradients and is_reduced) or workload.offload_optimizer != "none":
         states.bucket = zero.reduce_bucket_size * workload.compute_bytes * (2 if zero.overlap_comm else 1)
@@ -117,12 +108,12 @@ def _stages_0_to_2(workload: Workload) -> States:
         states.cpu["gradients"] = part * 4
         if workload.gradient_bytes == workload.compute_bytes and workload.backward_passes > 1:
             states.cpu["gradients"] += part * workload.compute_bytes
-        states.gpu["offload staging"] = _largest(workload) * workload.compute_bytes
+        largest = max((size for tower in workload.parameters for size in tower.trainable), default=0)
+        states.gpu["offload staging"] = largest * workload.compute_bytes
         return states
     states.gpu["master parameters"] = part * 4
     states.gpu["optimizer states"] = part * workload.optimizer_state_bytes
-    reduced = reduced_gradient_bytes(workload)
-    stepping = part * (4 + workload.optimizer_temporary_bytes) - reduced
+    stepping = part * (4 + workload.optimizer_temporary_bytes) - reduced_gradient_bytes(workload, workload.trained)
     if zero.stage == 1 or workload.gradient_bytes == workload.compute_bytes:
         joining = part * (workload.compute_bytes + (4 if workload.bf16 else 0))
         if zero.stage == 2:  # the last chunk's gradients, beside those that have accumulated
@@ -131,11 +122,6 @@ def _stages_0_to_2(workload: Workload) -> States:
         joining = 0.0
     states.update = max(joining, stepping)
     return states
-
-
-def _largest(workload: Workload) -> int:
-    """Return the elements of the largest trained parameter."""
-    return max(max(tower.trainable, default=0) for tower in workload.parameters)
 
 
 def _stage_3(workload: Workload) -> States:

@@ -42,7 +42,7 @@ from megaclip.planner.constants import (
     ZERO_3_BLOCK_SECONDS,
     ZERO_3_GATHER_SECONDS,
 )
-from megaclip.planner.memory import plan_memory, resolve_auto, store_bytes
+from megaclip.planner.memory import plan_memory, store_bytes
 from megaclip.planner.phases import loss_sizes
 from megaclip.planner.towers import TowerWork, tower_work
 from megaclip.planner.traffic import disk_traffic, feature_traffic, offload_traffic, parameter_traffic, tensor_traffic
@@ -136,7 +136,8 @@ class StepTime:
 
 def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
     """Return the step's terms on one rank of `cluster`, at its rates."""
-    workload = resolve_auto(workload, cluster)
+    plan = plan_memory(workload, cluster)
+    workload = plan.workload
     section, rates, batch = workload.megaclip, cluster.rates, workload.local_batch
     forward = again = backward = host = host_wait = 0.0
     for work in tower_work(workload):
@@ -149,7 +150,7 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
         host += hooks
         host_wait += max(0.0, hooks - first - second - last)
     readings = workload.image_readings if section.data_offload == "reread" else 1.0
-    on_disk = cluster.gpus_per_host * (plan_memory(workload, cluster).image_place.name == "disk")
+    on_disk = cluster.gpus_per_host * (plan.image_place.name == "disk")
     sizes = loss_sizes(workload)
     loss_operations = LOSS_COSTS[section.loss].products[section.reduction] * sizes.logits * sizes.embedding
     return StepTime(

@@ -142,12 +142,7 @@ def _traced(
     lora: LoraSettings | None,
     checkpoints: bool,
 ) -> TowerCosts:
-    config = kind.model_validate_json(description)
-    model = meta_model(config) if tensor_ranks == 1 else _one_rank_of(config, tensor_ranks)
-    if unlocked_groups is not None:
-        model.lock_tower(name, unlocked_groups)
-    if lora is not None:
-        add_adapters(model, lora.model_dump())
+    model = rank_model(kind, description, {name: unlocked_groups}, tensor_ranks, lora)
     if compute_bytes == 2:
         for parameter in model.parameters():  # as DeepSpeed casts a model: buffers stay
             parameter.data = parameter.data.bfloat16()
@@ -379,11 +374,32 @@ def _as_kernels_return(like: torch.Tensor, channels: int) -> torch.Tensor:
     return like.new_empty(*outer, length, heads, channels).transpose(-2, -3)
 
 
-def _one_rank_of(config: Any, tensor_ranks: int) -> DualEncoder:
-    """Return one rank's part of a tensor-parallel model on the meta device. Its sums are only counted."""
-    assert isinstance(config, ModelConfig), "Workload.of refuses tensor parallelism of open_clip's modules"
-    with mock.patch.object(layers, "_megatron_layers", lambda: (_SplitByOutput, _SplitByInput)), torch.device("meta"):
-        return ClipModel(config, RankGroup(handle=None, rank=0, size=tensor_ranks))
+def rank_model(
+    kind: type[ModelDescription],
+    description: str,
+    unlocked: dict[str, int | None],
+    tensor_ranks: int,
+    lora: LoraSettings | None,
+) -> DualEncoder:
+    """Return one rank's part of the model on the meta device. Sums over tensor-parallel ranks are only counted.
+
+    kind, description: class and JSON of the model's description. unlocked: number of trained groups of each locked
+    tower, by its name. None: the tower is not locked.
+    """
+    config = kind.model_validate_json(description)
+    if tensor_ranks == 1:
+        model: DualEncoder = meta_model(config)
+    else:
+        assert isinstance(config, ModelConfig), "Workload.of refuses tensor parallelism of open_clip's modules"
+        parts = mock.patch.object(layers, "_megatron_layers", lambda: (_SplitByOutput, _SplitByInput))
+        with parts, torch.device("meta"):
+            model = ClipModel(config, RankGroup(handle=None, rank=0, size=tensor_ranks))
+    for name, groups in unlocked.items():
+        if groups is not None:
+            model.lock_tower(name, groups)
+    if lora is not None:
+        add_adapters(model, lora.model_dump())
+    return model
 
 
 class _SplitByOutput(nn.Linear):

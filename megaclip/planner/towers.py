@@ -34,38 +34,16 @@ class TowerWork:
 
     workload: Workload
     is_text: bool
-
-    @functools.cached_property
-    def parameters(self) -> Parameters:
-        """Sizes of the tower's parameters."""
-        return self.workload.parameters[self.is_text]
-
-    @property
-    def unlocked_groups(self) -> int | None:
-        """Number of trained groups of a partly locked tower, or None."""
-        unlocked = self.workload.text_unlocked if self.is_text else self.workload.image_unlocked
-        return unlocked if self.is_partly_locked else None
-
-    @property
-    def micro_batch(self) -> int:
-        """Samples of a chunk."""
-        batch = self.workload.batch
-        return batch.text_micro_batch if self.is_text else batch.micro_batch
-
-    @property
-    def chunks(self) -> int:
-        """Number of chunks."""
-        return self.workload.chunks[self.is_text]
-
-    @functools.cached_property
-    def kept(self) -> int:
-        """Number of chunks whose graphs are kept."""
-        return self.workload.kept[self.is_text]
-
-    @functools.cached_property
-    def encoded_again(self) -> int:
-        """Number of chunks that are encoded twice."""
-        return self.workload.encoded_again[self.is_text]
+    parameters: Parameters
+    """Sizes of the tower's parameters."""
+    micro_batch: int
+    """Samples of a chunk."""
+    chunks: int
+    """Number of chunks."""
+    kept: int
+    """Number of chunks whose graphs are kept."""
+    encoded_again: int
+    """Number of chunks that are encoded twice."""
 
     @property
     def name(self) -> str:
@@ -76,10 +54,6 @@ class TowerWork:
         """Number of trained parameters."""
         return self.parameters.trained
 
-    @property
-    def is_partly_locked(self) -> bool:
-        return self.parameters.is_partly_locked
-
     @functools.cached_property
     def costs(self) -> TowerCosts:
         """Costs of one of the rank's samples. Captions have the full length, as in a chunk with a long caption."""
@@ -88,11 +62,12 @@ class TowerWork:
         compiled = section.compile is True and not isinstance(model, OpenClipConfig)
         if compiled:  # the compiler computes QuickGELU's sigmoid again instead of keeping it
             model = model.replace(quick_gelu=False)
+        unlocked = workload.text_unlocked if self.is_text else workload.image_unlocked
         return tower_costs(
             model,
             self.name,
             workload.compute_bytes,
-            unlocked_groups=self.unlocked_groups,
+            unlocked_groups=unlocked if self.parameters.is_partly_locked else None,
             checkpointing=workload.checkpointing,
             compiled=compiled,
             recomputes=section.selective_recompute is True,
@@ -136,7 +111,10 @@ class TowerWork:
 
 def tower_work(workload: Workload) -> tuple[TowerWork, TowerWork]:
     """Return the work of the image tower and of the text tower."""
-    return TowerWork(workload, is_text=False), TowerWork(workload, is_text=True)
+    rows = workload.batch.micro_batch, workload.batch.text_micro_batch
+    of_both = zip(workload.parameters, rows, workload.chunks, workload.kept, workload.encoded_again, strict=True)
+    image, text = (TowerWork(workload, is_text, *own) for is_text, own in zip((False, True), of_both, strict=True))
+    return image, text
 
 
 def _compiled_time(workload: Workload) -> tuple[float, float]:

@@ -20,12 +20,12 @@ from megaclip.config.section import LoraSettings
 from megaclip.config.training import default_text_micro_batch
 from megaclip.errors import ConfigError
 from megaclip.losses.fastclip_variants import VARIANTS
-from megaclip.models import ModelConfig, ModelDescription, OpenClipConfig, meta_model
+from megaclip.models import ModelConfig, ModelDescription, OpenClipConfig
 from megaclip.models.compilation import compiles_whole_tower
-from megaclip.models.layers import check_split, split_dim
-from megaclip.models.lora import add_adapters
+from megaclip.models.layers import check_split
 from megaclip.planner.constants import CACHED_PER_CORE
 from megaclip.planner.text_chunks import fitted, mean_positions, text_chunks_for
+from megaclip.planner.tower_costs import rank_model
 from megaclip.step.layout import KeptGraphs, backward_passes, cuts_captions, encodes_together, kept_graphs
 from megaclip.zero.settings import DeepSpeedZeroConfig
 
@@ -298,14 +298,14 @@ class Workload:
         """Device of zero_optimization.offload_param: "none", "cpu" or "nvme"."""
         return _device(self.zero.offload_param)
 
-    @property
+    @functools.cached_property
     def kept(self) -> KeptGraphs:
         """Chunks whose graphs a step keeps. "auto" counts as 0 here; `megaclip.planner.memory.resolve_auto` replaces it
         by a number."""
         setting = self.megaclip.keep_graphs
         return kept_graphs(0 if setting == "auto" else setting, *self._chunks_and_trained, self.pairs)
 
-    @property
+    @functools.cached_property
     def graphs(self) -> KeptGraphs:
         """Chunks of the trained towers, each of which needs a graph."""
         return kept_graphs(sum(self.chunks), *self._chunks_and_trained, self.pairs)
@@ -358,7 +358,7 @@ class Workload:
             int(self.zero.stage), checkpointing=bool(self.checkpointing), coalesces=self.coalesces
         )
 
-    @property
+    @functools.cached_property
     def parameters(self) -> tuple[Parameters, Parameters]:
         """Sizes of the image tower's and the text tower's parameters on one rank, without the loss's scalars. A caption
         decoder counts as a part of the text tower."""
@@ -401,20 +401,10 @@ def tower_parameters(
     lora: LoraSettings | None,
 ) -> tuple[Parameters, Parameters]:
     """Count both towers' parameters on one of the tensor-parallel ranks, on the model itself, built without values."""
-    model = meta_model(kind.model_validate_json(model_json))
-    if image_unlocked is not None:
-        model.lock_tower("image", image_unlocked)
-    if text_unlocked is not None:
-        model.lock_tower("text", text_unlocked)
-    if lora is not None:
-        add_adapters(model, lora.model_dump())
+    model = rank_model(kind, model_json, {"image": image_unlocked, "text": text_unlocked}, tensor_ranks, lora)
 
     def sizes(tower: torch.nn.Module, trainable: bool) -> tuple[int, ...]:
-        return tuple(
-            parameter.numel() // (1 if split_dim(name) is None else tensor_ranks)
-            for name, parameter in tower.named_parameters()
-            if parameter.requires_grad == trainable
-        )
+        return tuple(each.numel() for each in tower.parameters() if each.requires_grad == trainable)
 
     image, text, *decoder = (
         Parameters(sizes(part, True), sizes(part, False), lora is not None) for part in model.parts().values()

@@ -162,31 +162,30 @@ def check_raise_on_all_ranks(group: Any = None) -> None:
     check_a_bug_beside_a_users_error(group)
 
 
-def check_everything() -> None:
-    check_collectives()
-    check_ring()
-    check_wait_for_all_ranks()
-    check_raise_on_all_ranks()
+def check_everything(group: Any = None) -> None:
+    check_collectives(group)
+    check_ring(group)
+    check_wait_for_all_ranks(group)
+    check_raise_on_all_ranks(group)
 
 
 def check_everything_logged() -> None:
     """Run all checks as in a run with "comms_logger" in its ds_config.json."""
+    check_everything()
     dist.configure(enabled=True, prof_all=True)
     check_everything()
     assert {"all_reduce", "batch_isend_irecv"} <= set(dist.comm.comms_logger.comms_dict)
 
 
 def check_groups() -> None:
-    """Use a group of some ranks, in an order that differs from the job's."""
+    """Use all ranks, and a group of some ranks in an order that differs from the job's."""
+    check_everything()
     group = dist.new_group([2, 0])
     if dist.get_rank() == 1:
         with pytest.raises(ValueError, match="not a member"):
             resolve(group)
     else:
-        check_collectives(group)
-        check_ring(group)
-        check_wait_for_all_ranks(group)
-        check_raise_on_all_ranks(group)
+        check_everything(group)
     check_nested_groups(group)
 
 
@@ -203,17 +202,11 @@ def check_nested_groups(group: Any) -> None:
     assert (type(raised), str(raised)) == (errors.DataError, "from rank 2")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_ring_collectives_and_errors(world_size: int) -> None:
-    run_ranks(check_everything, world_size)
-
-
-def test_ring_collectives_and_errors_with_deepspeeds_comms_logger() -> None:
-    run_ranks(check_everything_logged, 2)
-
-
-def test_a_group_of_some_ranks() -> None:
-    run_ranks(check_groups, 3)
+@pytest.mark.parametrize(
+    ("check", "world_size"), [(check_everything, 1), (check_everything_logged, 2), (check_groups, 3)]
+)
+def test_ring_collectives_and_errors(check: Callable[[], None], world_size: int) -> None:
+    run_ranks(check, world_size)
 
 
 def test_a_process_without_a_launcher_is_a_group_of_one() -> None:

@@ -35,18 +35,14 @@ CASES = {f"zero{stage} clipped": Case(stage, 2, clipping=ACTIVE) for stage in ra
 for _stage, _name, _changes in (
     *((stage, "clipped", {}) for stage in (1, 2, 3)),
     *((stage, "below the limit", {"clipping": INACTIVE}) for stage in (1, 3)),
-    *((stage, "without limit", {"clipping": 0.0}) for stage in (2, 3)),
+    (2, "without limit", {"clipping": 0.0}),
     *((stage, "offloaded", {"offload": "optimizer"}) for stage in (1, 3)),
-    *((stage, "SGD", {"optimizer": "SGD"}) for stage in (1, 3)),
-    (2, "Lion", {"optimizer": "Lion"}),
 ):
     CASES[f"zero{_stage} bf16 {_name}"] = replace(Case(_stage, 2, bf16=True, clipping=ACTIVE), **_changes)
 CASES["zero2 bf16 summed in fp32"] = Case(2, 2, bf16=True, clipping=ACTIVE, grad_accum_dtype="fp32", text_chunks=1)
 CASES["zero3 bf16 summed in fp32"] = replace(CASES["zero2 bf16 summed in fp32"], stage=3)
 CASES["zero1 bf16 coalesced"] = Case(1, 2, bf16=True, clipping=ACTIVE, coalesce=True)
 CASES["zero3 bf16 persistent"] = Case(3, 2, bf16=True, clipping=ACTIVE, persistence_threshold=100)
-CASES["zero0 Lamb"] = Case(0, 2, clipping=ACTIVE, optimizer="Lamb")
-CASES["zero0 Adafactor"] = Case(0, 2, optimizer="Adafactor")
 
 
 @dataclass
@@ -65,15 +61,15 @@ class Steps:
 def take_steps(case: Case, *, grouped: bool) -> Steps:
     """Train with the grouped step, or with DeepSpeed's own step if not `grouped`.
 
-    AdamW in float32 takes two steps, the others one. In bfloat16, masters that differ by a rounding may round to
-    different values. Adafactor turns rounding errors into whole steps.
+    In float32 it takes two steps. In bfloat16 it takes one, because masters that differ by a rounding may round to
+    different values.
     """
     with pytest.MonkeyPatch.context() as patch:
         if not grouped:
             patch.setattr(build, "group_kernels", lambda engine: None)
         engine = engine_cases.start_engine(case)
     steps = Steps(type(engine.optimizer).__name__, [], [], {})
-    for step in range(2 if case.optimizer == "AdamW" and not case.bf16 else 1):
+    for step in range(1 if case.bf16 else 2):
         engine_cases.backpropagate(engine, case, step)
         if case.tensor_parallel == 1:
             steps.true_norms.append(norm_in_float64(engine))
@@ -172,8 +168,7 @@ def test_gradients_that_one_rank_leaves_where_they_are_have_the_bits_of_reduced_
 
 SPLIT = {
     f"zero{stage}{' bf16' * bf16}": Case(stage, 3, bf16=bf16, clipping=ACTIVE, tensor_parallel=2)
-    for stage, bf16 in itertools.product((0, 1, 2, 3), (False, True))
-    if stage or not bf16
+    for stage, bf16 in ((0, False), (1, False), (2, True), (3, False), (3, True))
 }
 
 
@@ -242,10 +237,11 @@ def operations_of_an_update(case: Case, layers: int, *, grouped: bool) -> Counte
 
 def count_operations() -> dict[str, Any]:
     counted: dict[str, Any] = {}
-    for stage in range(4):
+    for stage, layers in itertools.product(range(4), (1, 4)):
         case = Case(stage, 1, bf16=stage > 0, clipping=ACTIVE)
-        for layers, grouped in itertools.product((1, 4), (True, False)):
-            counted[f"{stage} {layers} {grouped}"] = operations_of_an_update(case, layers, grouped=grouped)
+        counted[f"{stage} {layers}"] = operations_of_an_update(case, layers, grouped=True)
+        if stage == 1:
+            counted[f"own {layers}"] = operations_of_an_update(case, layers, grouped=False)
     return counted
 
 
@@ -256,19 +252,15 @@ def counted() -> dict[str, Counter[str]]:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_the_number_of_operations_does_not_grow_with_the_number_of_tensors(counted, stage):
-    small, large = (counted[f"{stage} {layers} True"] for layers in (1, 4))
+    small, large = (counted[f"{stage} {layers}"] for layers in (1, 4))
     assert small == large
     assert small.total() < 70
-    own_small, own_large = (counted[f"{stage} {layers} False"] for layers in (1, 4))
-    assert own_large.total() > own_small.total() + 2 * 3 * 2 * 10, (
-        "the counter must see DeepSpeed's operations per tensor"
-    )
+    # The host reads the norm to refuse one that is not finite, and to report it.
+    assert stage not in (1, 2) or large["_local_scalar_dense"] == 2
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_the_host_reads_only_the_norm_twice(counted, stage):
-    """It is read to refuse a norm that is not finite, and to report it."""
-    assert counted[f"{stage} 4 True"]["_local_scalar_dense"] == 2
+def test_the_counter_sees_deepspeeds_operations_per_tensor(counted):
+    assert counted["own 4"].total() > counted["own 1"].total() + 2 * 3 * 2 * 10
 
 
 # --- State around a step. ---

@@ -57,17 +57,18 @@ QUICK = {
     "zero1": Averaged(Case(1, 2, locked="below")),
     "zero3 to 1": Averaged(Case(3, 2, persistence_threshold=100, offload="optimizer"), Case(1, 2)),
 }
-PLAIN = {stage: Case(stage, 2) for stage in range(4)}
-GRID = {f"zero{a} to {b}": Averaged(PLAIN[a], PLAIN[b]) for a in range(4) for b in range(4)}
-for _stage in range(4):
-    for _optimizer in ("SGD", "Lion"):
-        GRID[f"zero{_stage} {_optimizer}"] = Averaged(Case(_stage, 2, optimizer=_optimizer))
-    GRID[f"zero{_stage} locked"] = Averaged(Case(_stage, 2, locked="image"))
-    GRID[f"zero{_stage} rates"] = Averaged(Case(_stage, 2, section=(("image_layer_decay", 1.0),)))
-for _stage in (1, 2, 3):
-    GRID[f"zero{_stage} offloaded"] = Averaged(Case(_stage, 2, offload="optimizer"))
-    GRID[f"zero{_stage} offloaded to plain"] = Averaged(Case(_stage, 2, offload="optimizer"), PLAIN[_stage])
-GRID["zero3 all offloaded"] = Averaged(Case(3, 2, offload="all"))
+RATES = (("image_layer_decay", 1.0),)
+GRID = {
+    "zero0 SGD to 1": Averaged(Case(0, 2, optimizer="SGD"), Case(1, 2, optimizer="SGD")),
+    "zero1 Lion": Averaged(Case(1, 2, optimizer="Lion")),
+    "zero1 rates to 2": Averaged(Case(1, 2, section=RATES), Case(2, 2, section=RATES)),
+    "zero2 SGD": Averaged(Case(2, 2, optimizer="SGD")),
+    "zero2 locked to 3": Averaged(Case(2, 2, locked="image"), Case(3, 2, locked="image")),
+    "zero2 offloaded to 0": Averaged(Case(2, 2, offload="optimizer"), Case(0, 2)),
+    "zero3 Lion": Averaged(Case(3, 2, optimizer="Lion")),
+    "zero3 rates": Averaged(Case(3, 2, section=RATES)),
+    "zero3 all offloaded to 2": Averaged(Case(3, 2, offload="all"), Case(2, 2)),
+}
 
 
 def run_case(name: str, averaged: Averaged, folder: Path) -> None:

@@ -4,15 +4,21 @@ import json
 from pathlib import Path
 
 from megaclip.config import load_training_config
-from megaclip.models import load_model_config
+from megaclip.models import ModelDescription, load_model_config
 from megaclip.planner import Workload, describe
 
 GIB, MIB = 2**30, 2**20
 H200 = describe(gpu="h200", gpus=8)
+FLAT = load_model_config("ViT-18B-14").replace(vision_cfg={"layers": 4}, text_cfg={"layers": 2})
+"""Towers as wide as those of the largest models, 1.6 billion parameters, which are traced in a second."""
 
 
 def workload(
-    tmp_path: Path, ranks: int = 8, model: str = "ViT-B-32", settings: dict | None = None, **changes
+    tmp_path: Path,
+    ranks: int = 8,
+    model: str | ModelDescription = "ViT-B-32",
+    settings: dict | None = None,
+    **changes,
 ) -> Workload:
     """Return a bf16 ZeRO-2 workload with float32 accumulation and eight chunks of 512 on each rank.
 
@@ -33,7 +39,8 @@ def workload(
     settings = {**settings, "megaclip": {"compile": False, **settings.get("megaclip", {})}}
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(settings))
-    return Workload.of(load_model_config(model), load_training_config(path), ranks)
+    description = load_model_config(model) if isinstance(model, str) else model
+    return Workload.of(description, load_training_config(path), ranks)
 
 
 def of_batch(job: Workload, global_batch: int) -> Workload:

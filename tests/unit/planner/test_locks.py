@@ -35,13 +35,12 @@ def locked_open_clip(model: ModelDescription, unlocked: int | None) -> torch.nn.
     return built.train()
 
 
-@pytest.mark.parametrize("unlocked", [None, 0, 99])
-def test_a_tower_that_is_not_partly_locked_is_planned_as_a_whole(tmp_path: Path, unlocked: int | None) -> None:
-    for work, whole in zip(*(tower_work(locked_job(tmp_path, groups)) for groups in (unlocked, None)), strict=True):
-        assert work.costs == whole.costs
-    every_group, unlimited = (locked_job(tmp_path, groups) for groups in (99, None))
-    assert plan_memory(every_group, H200).gpu_phases == plan_memory(unlimited, H200).gpu_phases
-    assert plan_time(every_group, H200) == plan_time(unlimited, H200)
+def test_a_tower_that_is_not_partly_locked_is_planned_as_a_whole(tmp_path: Path) -> None:
+    locked, every_group, whole = (locked_job(tmp_path, groups) for groups in (0, 99, None))
+    costs = [[work.costs for work in tower_work(job)] for job in (locked, every_group, whole)]
+    assert costs[0] == costs[1] == costs[2]
+    assert plan_memory(every_group, H200).gpu_phases == plan_memory(whole, H200).gpu_phases
+    assert plan_time(every_group, H200) == plan_time(whole, H200)
 
 
 # With 0 unlocked groups only a projection is trained.
@@ -68,7 +67,7 @@ def in_float32(work: TowerWork) -> TowerWork:
     return replace(work, workload=replace(work.workload, bf16=False))
 
 
-@pytest.mark.parametrize("name", ["siglip", "roberta", "mt5"])
+@pytest.mark.parametrize("name", ["siglip", "mt5"])
 def test_open_clips_families_are_planned_with_locks(name: str, tmp_path: Path) -> None:
     job = replace(workload(tmp_path), model=family(name, tmp_path))
     whole, part = (plan_time(replace(job, image_unlocked=groups, text_unlocked=groups), H200) for groups in (None, 1))
@@ -115,11 +114,10 @@ def test_a_step_with_a_partly_locked_tower_needs_less_and_keeps_more_graphs(tmp_
     assert times[2].backward < 0.01 * times[0].backward
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_a_plan_counts_kept_graphs_and_the_pass_beside_them(tmp_path: Path, groups: int) -> None:
+def test_a_plan_counts_kept_graphs_and_the_pass_beside_them(tmp_path: Path) -> None:
     """The expected value sums by hand the bytes that the pass of every chunk of a step holds at its peak."""
     for kept, kept_images in ((0, 0), (3, 3), (9, 8)):
-        job = run_of(groups, tmp_path).with_megaclip(keep_graphs=kept)
+        job = run_of(3, tmp_path).with_megaclip(keep_graphs=kept)
         plan, (image, _) = plan_memory(job, H200), tower_work(job)
         graph, samples = graph_bytes(job)[IMAGE], job.batch.micro_batch
         assert plan.workload.kept.image == kept_images
@@ -143,7 +141,7 @@ def test_a_plan_counts_what_the_forward_pass_of_a_wholly_locked_tower_holds(tmp_
 def test_copies_of_block_inputs_are_those_of_save_on_cpu(tmp_path: Path) -> None:
     """Inputs of locked blocks are packed but never unpacked."""
     config = model_config()
-    for groups in (None, 1, 3):
+    for groups in (None, 3):
         copied = 0
 
         def count(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,15 +17,17 @@ from megaclip.config import MegaclipSection, TrainingConfig
 from megaclip.errors import MegaclipError
 from megaclip.zero import build, op_builds
 
-# A build that lasts until it is killed or reads a line.
+# Two builds, each of which lasts until the process is killed or reads a line.
 BUILDER = """
 import sys
 from megaclip.zero.op_builds import _Lock
 lock = _Lock(sys.argv[1])
-assert lock.try_acquire()
-print("building", flush=True)
-sys.stdin.readline()
-lock.release()
+for _ in range(2):
+    assert lock.try_acquire()
+    print("building", flush=True)
+    sys.stdin.readline()
+    lock.release()
+    sys.stdin.readline()
 """
 
 
@@ -46,29 +47,20 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-@contextlib.contextmanager
-def builder(lock: Path) -> Iterator[subprocess.Popen]:
-    command = [sys.executable, "-c", BUILDER, lock]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "building\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def test_a_build_is_waited_for_until_it_ends_or_is_killed(lock: Path) -> None:
     """PyTorch before 2.14 would wait for the lock of a killed build for ever."""
-    for end in ("release", "kill"):
-        with builder(lock) as process:
+    command = [sys.executable, "-c", BUILDER, lock]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        send_line = partial(print, file=process.stdin, flush=True)
+        for stop in (send_line, process.kill):
+            assert process.stdout is not None and process.stdout.readline() == "building\n"
             own = op_builds._Lock(str(lock))
             assert not own.try_acquire()
-            stop = process.kill if end == "kill" else partial(print, file=process.stdin, flush=True)
             threading.Timer(0.5, stop).start()
             began = time.monotonic()
             own.wait()
             assert time.monotonic() - began > 0.4
+            send_line() if stop is send_line else process.wait()
     assert FileBaton(str(lock)).try_acquire()  # a program with PyTorch's own lock does not wait
     assert own.try_acquire()  # the file of a build of such a program that was killed
 
