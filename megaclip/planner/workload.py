@@ -143,6 +143,7 @@ class Workload:
             )
         checkpoints_to = "cpu" if config.settings.activation_checkpointing.cpu_checkpointing else "gpu"
         accumulate = config.settings.data_types.grad_accum_dtype
+        states, temporary = _optimizer_bytes(config)
         workload = cls(
             model=model,
             megaclip=config.megaclip,
@@ -152,8 +153,8 @@ class Workload:
             gradient_bytes={"fp32": 4, "bf16": 2}.get(str(accumulate), 2 if config.bf16 else 4),
             accumulates_in_bf16=config.accumulates_in_bf16,
             optimizer=config.optimizer.type,
-            optimizer_state_bytes=_optimizer_state_bytes(config) + (4 if config.megaclip.ema_decay else 0),
-            optimizer_temporary_bytes=_optimizer_temporary_bytes(config),
+            optimizer_state_bytes=states + (4 if config.megaclip.ema_decay else 0),
+            optimizer_temporary_bytes=temporary,
             checkpointing=checkpoints_to if config.activation_checkpointing else "",
             **run,
         )
@@ -212,18 +213,22 @@ class Workload:
         return replace(self, zero=self.zero.model_copy(update=settings))
 
     def at_stage(self, stage: int) -> "Workload":
-        """Return a copy at another ZeRO stage, with overlap_comm as DeepSpeed sets it there by default."""
+        """Return a copy at another ZeRO stage, with overlap_comm as DeepSpeed sets it there by default: at stage 3 only.
+        If it was set at a lower stage, it stays where a run accepts it."""
         zero = self.zero
+        if stage == zero.stage:
+            return self
+        was_set = zero.stage < 3 and bool(zero.overlap_comm)
         return self.with_zero(
             stage=stage,
-            overlap_comm=stage == 3 or (bool(zero.overlap_comm) and (stage == 2 or self.coalesces)),
+            overlap_comm=stage == 3 or (was_set and (stage == 2 or self.coalesces)),
             offload_param=zero.offload_param if stage == 3 else None,
         )
 
     def runs_at_stage(self, stage: int) -> bool:
         """Return whether a run accepts these settings at another ZeRO stage (`megaclip.config.checks`)."""
         to_disk = "nvme" in (self.offload_optimizer, self.offload_parameters)
-        sums_in_float32 = self.bf16 and self.gradient_bytes == 4
+        sums_in_float32 = self.bf16 and self.gradient_bytes == 4 and self.offload_optimizer == "none"
         return not (stage < 3 and to_disk) and not (stage == 1 and sums_in_float32)
 
     @property
@@ -416,24 +421,15 @@ def _device(offload: Any) -> str:
     return "none" if offload is None else str(getattr(offload.device, "value", offload.device))
 
 
-def _optimizer_state_bytes(config: TrainingConfig) -> int:
-    """Return the bytes per parameter of the float32 states.
+def _optimizer_bytes(config: TrainingConfig) -> tuple[int, int]:
+    """Return the bytes per parameter of the float32 states, and of what the optimizer takes during its step only.
 
-    Adam and LAMB have two moments, Lion and SGD with momentum one. Adafactor's states are negligible.
-    """
-    optimizer = config.optimizer
-    if optimizer.type == "SGD":
-        return 4 if getattr(optimizer.params, "momentum", 0) else 0
-    return {"Adafactor": 0, "Lion": 4}.get(optimizer.type, 8)
-
-
-def _optimizer_temporary_bytes(config: TrainingConfig) -> int:
-    """Return the bytes per parameter that the optimizer takes during its step only.
-
+    Adam and LAMB have two moments, Lion and SGD with momentum one. Adafactor's states are negligible. During a step
     torch's Adam holds the square roots of the second moments, timm's optimizers the update too. DeepSpeed's Adam is
     fused and takes none.
     """
-    optimizer = config.optimizer
-    if optimizer.type in ("Lion", "Lamb"):
-        return {"Lion": 4, "Lamb": 8}[optimizer.type]
-    return 4 if getattr(optimizer.params, "torch_adam", False) else 0
+    params = config.optimizer.params
+    adam = 8, 4 if getattr(params, "torch_adam", False) else 0
+    sgd = 4 if getattr(params, "momentum", 0) else 0, 0
+    others = {"Adafactor": (0, 0), "Lamb": (8, 8), "Lion": (4, 4), "SGD": sgd}
+    return others.get(config.optimizer.type, adam)

@@ -263,10 +263,18 @@ def test_settings_are_combined_where_no_single_one_is_enough(tmp_path: Path) -> 
 
 
 def test_a_run_at_zero_3_that_would_be_faster_at_a_lower_stage_is_told_so(tmp_path: Path) -> None:
-    """Gradients that are summed in float32 exclude ZeRO-1."""
-    job = workload(tmp_path, zero_optimization={"stage": 3})
-    lower = workload(tmp_path, data_types={"grad_accum_dtype": "bf16"}, zero_optimization={"stage": 3})
-    for stage, each in ((2, replace(job, workers=64)), (1, replace(lower, workers=64))):  # not bound by data
+    """The plan is that of the same file with the lower stage. Sums in float32 exclude ZeRO-1, except with offload."""
+    offloads = {"offload_optimizer": {"device": "cpu"}}
+    for stage, dtype, more in ((2, "fp32", {}), (1, "bf16", {}), (1, "fp32", offloads)):
+        each, lower = (
+            replace(
+                workload(tmp_path, data_types={"grad_accum_dtype": dtype}, zero_optimization={"stage": at, **more}),
+                workers=64,  # not bound by data
+            )
+            for at in (3, stage)
+        )
+        assert plan_time(each.at_stage(stage), H200) == plan_time(lower, H200)
+        assert plan_memory(each.at_stage(stage), H200).gpu_phases == plan_memory(lower, H200).gpu_phases
         of_stage, seconds = (plan_time(one, H200).total for one in (each.at_stage(stage), each))
         advised = f"ZeRO-{stage} fits too and is planned at {of_stage:.3g} s per step instead of {seconds:.3g} s"
         assert of_stage < 0.95 * seconds and faster_run(each, H200) == f"ZeRO-3: {advised}"
