@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from megaclip import errors
-from megaclip.comm.groups import RankGroup, resolve
+from megaclip.comm.groups import resolve
 from megaclip.comm.recording import outside_of_recording
 
 
@@ -106,10 +106,11 @@ def gather_on_host(values: Tensor, *, group: Any = None) -> Tensor:
     if ranks.size == 1:
         return values[None]
     device = ranks.message_device
-    if device.type == "cpu":
-        return _gather_on_host(values, ranks, device)
-    with get_accelerator().stream(_side_stream(device)):
-        return _gather_on_host(values, ranks, device)
+    on_host = device.type == "cpu"
+    with contextlib.nullcontext() if on_host else get_accelerator().stream(_side_stream(device)):
+        gathered = torch.empty(ranks.size * len(values), dtype=values.dtype, device=device)
+        dist.all_gather_into_tensor(gathered, values.to(device), group=ranks.handle)
+        return gathered.view(ranks.size, -1).cpu()
 
 
 def gather_objects(item: Any, *, group: Any = None) -> list[Any]:
@@ -170,12 +171,6 @@ def _raise_first(own: Exception | None, described: list[tuple[str, str, bool] | 
             raise getattr(errors, name, errors.MegaclipError)(message) from own
     rank, name, message, _ = reports[0]
     raise errors.MegaclipError(f"rank {rank} failed with {name}: {message}; its traceback is in that rank's output")
-
-
-def _gather_on_host(values: Tensor, ranks: RankGroup, device: torch.device) -> Tensor:
-    gathered = torch.empty(ranks.size * len(values), dtype=values.dtype, device=device)
-    dist.all_gather_into_tensor(gathered, values.to(device), group=ranks.handle)
-    return gathered.view(ranks.size, -1).cpu()
 
 
 @functools.cache

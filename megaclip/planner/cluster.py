@@ -206,6 +206,8 @@ def describe(
     memory, preset = gpu_preset(gpu)
     if gpus < 1 or hosts < 1:
         raise ConfigError(f"--gpus {gpus} --hosts {hosts}: give at least one GPU and one host")
+    if gpu_memory is not None and not memory:
+        raise ConfigError(f"--gpu-memory {gpu_memory!r} has no effect with --gpu {gpu!r}; leave one of them out")
     memory = memory if gpu_memory is None else parse_size(gpu_memory, "--gpu-memory")
     chosen = rates or preset
     if link is not None:

@@ -51,12 +51,14 @@ def compile_estimate(workload: Workload, cluster: Cluster) -> CompileEstimate:
     startup = text + image
     if isinstance(section.compile, bool):
         return CompileEstimate(saved, startup, section.compile)
-    possible = section.compile == "measure" or not isinstance(workload.model, OpenClipConfig)
-    possible = (
-        possible and cluster.gpu_memory > 0 and section.tensor_parallel_size == 1 and section.layer_norm == "torch"
+    obstacles = (
+        section.compile == "auto" and isinstance(workload.model, OpenClipConfig),
+        not cluster.gpu_memory,
+        section.tensor_parallel_size > 1,
+        section.layer_norm != "torch",
+        section.lora is not None and section.lora.dora,
     )
-    possible = possible and not (section.lora is not None and section.lora.dora)
-    return CompileEstimate(saved, startup, possible and saved > startup)
+    return CompileEstimate(saved, startup, saved > startup and not any(obstacles))
 
 
 def check_recomputation(setting: bool | str, *, compiles: bool) -> None:

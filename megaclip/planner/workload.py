@@ -213,8 +213,10 @@ class Workload:
         return replace(self, zero=self.zero.model_copy(update=settings))
 
     def at_stage(self, stage: int) -> "Workload":
-        """Return a copy at another ZeRO stage, with overlap_comm as DeepSpeed sets it there by default: at stage 3 only.
-        If it was set at a lower stage, it stays where a run accepts it."""
+        """Return a copy at another ZeRO stage. overlap_comm has DeepSpeed's default, which is true at stage 3 only.
+
+        If it was set at a lower stage, it stays where a run accepts it.
+        """
         zero = self.zero
         if stage == zero.stage:
             return self

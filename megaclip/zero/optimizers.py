@@ -125,8 +125,9 @@ def _gradient_norm(model: DualEncoder) -> Tensor:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             (whole if split_dim(name) is None else parts).append(parameter.grad)
-    squares = [torch.nn.utils.get_total_norm(gradients).square() for gradients in (whole, parts)]
-    return (squares[0] + sum_over_ranks(squares[1], group=model.tensor)).sqrt()
+    # The norm of no gradients is on the CPU, and its sum over ranks must be on the device of the others.
+    norms = [torch.nn.utils.get_total_norm(gradients).to(model.logit_scale.device) for gradients in (whole, parts)]
+    return (norms[0].square() + sum_over_ranks(norms[1].square(), group=model.tensor)).sqrt()
 
 
 def _check_norm(norm: float, step: int, loss: Tensor | None = None) -> None:

@@ -196,6 +196,12 @@ def test_a_batch_that_fits_is_not_larger_than_the_largest(tmp_path: Path) -> Non
     assert not fits(job.with_batch(int(largest * 1.02) // (8 * 1280) * 1280, **chunk), cluster)
 
 
+def merged(settings: dict, change: str) -> dict:
+    """Return settings of ds_config.json with a change that `advice` words."""
+    sections = json.loads("{" + change + "}").items()
+    return settings | {key: {**settings.get(key, {}), **v} if isinstance(v, dict) else v for key, v in sections}
+
+
 @pytest.mark.parametrize("optimizer", ["SGD", "Lion", "Lamb", "Adafactor", "AdamW"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_advice_is_accepted_with_every_optimizer(tmp_path: Path, optimizer: str, stage: int) -> None:
@@ -216,42 +222,40 @@ def test_advice_is_accepted_with_every_optimizer(tmp_path: Path, optimizer: str,
     job = workload(tmp_path, 4, settings=settings)
     kinds = set()
     for kind, text, _ in _changes(job):
-        changed = dict(settings)
-        for key, value in json.loads("{" + text + "}").items():
-            changed[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
-        check_ds_config(changed)
+        check_ds_config(merged(settings, text))
         kinds.add(kind)
     assert ("stage" in kinds) == (optimizer not in ("Lamb", "Adafactor") and stage < 3)
     assert ("optimizer" in kinds) == (optimizer == "AdamW" and stage > 0)
 
 
-@pytest.mark.parametrize("refused", ["gpu", "host", "disk"])
-def test_advice_names_a_setting_after_which_the_run_fits(tmp_path: Path, refused: str) -> None:
-    job = workload(tmp_path, model="ViT-L-14")
-    if refused == "gpu":
-        cluster, expected = describe(gpu="h200", gpus=8, gpu_memory="40GiB"), '"train_micro_batch_size_per_gpu": 128'
-    elif refused == "host":
-        job = job.with_batch(2**20).with_megaclip(data_offload="cpu")
-        cluster, expected = describe(gpu="h200", gpus=8, host_memory="400GiB"), '"data_offload": "disk"'
-    else:
-        job = job.with_batch(2**20).with_megaclip(data_offload="disk")
-        cluster, expected = describe(gpu="h200", gpus=8, disk="100GiB"), '"data_offload": "reread"'
-    plan = plan_memory(job, cluster)
-    assert any({"gpu": "a GPU", "host": "of memory", "disk": "of disk"}[refused] in text for text in plan.refusals)
-    assert any(expected in words for words in advice(job, cluster)), advice(job, cluster)
+HUGE = json.loads((Path(__file__).parents[3] / "ds_configs" / "huge_batch.json").read_text())
+LARGE = {"train_batch_size": 2**23, "train_micro_batch_size_per_gpu": 512, "gradient_clipping": 1.0}
+LARGE |= {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+LARGE |= {"megaclip": {"keep_graphs": 0}, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
 
 
-def test_each_piece_of_advice_written_into_the_file_makes_the_run_fit(tmp_path: Path) -> None:
-    """The peak is in the text tower, whose chunks are set in the file. Smaller image chunks would not change it."""
-    cluster = describe(gpus=1, gpu_memory="24GB", host_memory="64GB")
-    settings = json.loads((Path(__file__).parents[3] / "ds_configs" / "huge_batch.json").read_text())
-    words = advice(workload(tmp_path, 1, settings=settings), cluster)
-    assert any("text_micro_batch_size" in change for change in words)
+@pytest.mark.parametrize(
+    ("settings", "machine", "refused", "expected"),
+    [
+        (LARGE, {"gpu_memory": "40GiB"}, "a GPU", '"train_micro_batch_size_per_gpu": 128'),
+        (LARGE | {"megaclip": {"data_offload": "cpu"}}, {"host_memory": "400GiB"}, "of memory", '"disk"'),
+        (LARGE | {"megaclip": {"data_offload": "disk"}}, {"disk": "100GiB"}, "of disk", '"data_offload": "reread"'),
+        # The peak is in the text tower, whose chunks are set in the file. Smaller image chunks would not change it.
+        (HUGE, {"gpus": 1, "gpu_memory": "24GB", "host_memory": "64GB"}, "a GPU", "text_micro_batch_size"),
+    ],
+    ids=["gpu", "host", "disk", "huge batch"],
+)
+def test_each_piece_of_advice_written_into_the_file_makes_the_run_fit(
+    tmp_path: Path, settings: dict, machine: dict, refused: str, expected: str
+) -> None:
+    cluster = describe(**{"gpus": 8, **machine})
+    model = "ViT-B-32" if settings is HUGE else "ViT-L-14"
+    job = workload(tmp_path, cluster.gpus, model, settings)
+    assert any(refused in text for text in plan_memory(job, cluster).refusals)
+    words = advice(job, cluster)
+    assert any(expected in change for change in words), words
     for change in words:
-        changed = dict(settings)
-        for key, value in json.loads("{" + change + "}").items():
-            changed[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
-        assert fits(workload(tmp_path, 1, settings=changed), cluster), change
+        assert fits(workload(tmp_path, cluster.gpus, model, merged(settings, change)), cluster), change
 
 
 def test_settings_are_combined_where_no_single_one_is_enough(tmp_path: Path) -> None:

@@ -233,6 +233,8 @@ def test_sizes_and_rates_are_read_or_refused(tmp_path: Path) -> None:
         describe(network="200Gb/s")  # must not be taken as 200 GB/s
     with pytest.raises(ConfigError, match="is unknown"):
         describe(gpu="h2000")
+    with pytest.raises(ConfigError, match="--gpu-memory '8GiB' has no effect with --gpu 'cpu'"):
+        describe(gpu="cpu", gpu_memory="8GiB")
     path = tmp_path / "rates.json"
     path.write_text(rates_json(asdict(H200.rates)))
     cpu = describe(gpu="cpu").rates

@@ -14,6 +14,8 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 from megaclip.config.optimizers import Optimizer
 from megaclip.errors import ConfigError
+from megaclip.models import load_model_config, meta_model
+from megaclip.zero import optimizers
 from megaclip.zero.op_builds import prepare_ops
 from megaclip.zero.optimizers import step_without_history, timm_optimizer
 
@@ -54,6 +56,16 @@ def test_a_missing_timm_is_one_line_that_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm.optim", None)
     with pytest.raises(ConfigError, match=r"Lion requires timm.*pip install timm"):
         timm_optimizer(settings("Lion", lr=0.1), [])
+
+
+def test_the_norm_of_no_gradients_is_summed_on_the_device_of_the_model(monkeypatch):
+    """NCCL sums no tensors of host memory. Here only the logit scale has a gradient, and it is not split."""
+    summed: list[torch.Tensor] = []
+    monkeypatch.setattr(optimizers, "sum_over_ranks", lambda values, group: summed.append(values) or values)
+    model = meta_model(load_model_config("demo-tiny"))
+    model.logit_scale.grad = torch.empty_like(model.logit_scale)
+    optimizers._gradient_norm(model)
+    assert [values.is_meta for values in summed] == [True]
 
 
 @pytest.mark.parametrize("kind", [DeepSpeedCPUAdam, FusedAdam])
