@@ -30,7 +30,6 @@ CASES = {
     "ZeRO-3": Case(3, bf16=True),
     "ZeRO-3, all in host memory": Case(3, bf16=True, offload="all"),
     "most parameters locked": Case(2, bf16=True, locked="most"),
-    "image tower locked, ZeRO-1": Case(1, bf16=True, locked="image"),
     "both towers locked, ZeRO-3": Case(3, bf16=True, locked="both"),
     # Must be the last case: DeepSpeed keeps the groups of tensor parallelism until the process ends.
     "two tensor-parallel ranks": Case(1, bf16=True, tensor_parallel=2, locked="text"),

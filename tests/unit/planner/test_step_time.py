@@ -151,13 +151,10 @@ def test_offload_takes_time_on_gpus_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "megabytes"),
     # Measured by tools/bench_comm.py on four H200s (docs/performance.md) with bfloat16 features. At that time InfoNCE
-    # and FastCLIP v3 sent a dot with every gradient of a feature: 4 bytes per sample and hop, and once more in a ring.
+    # sent a dot with every gradient of a feature: 4 bytes per sample and hop, and once more in a ring.
     [
         ({"exchange": "ring", "reduction": "feature"}, 58.9 - 4 * 4096 * 4 / 1e6),
-        ({"exchange": "ring", "reduction": "scalar"}, 37.9),
-        ({"exchange": "all_gather", "reduction": "feature"}, 37.9 - 3 * 4096 * 4 / 1e6),
         ({"exchange": "all_gather", "reduction": "scalar"}, 25.3),
-        ({"exchange": "all_gather", "reduction": "feature", "loss": "fastclip_v3"}, 38.0 - 3 * 4096 * 4 / 1e6),
         ({"exchange": "all_gather", "reduction": "feature", "loss": "fastclip_v2"}, 38.2),
         # float32 training: all values except the scalars have 4 bytes instead of 2, or 2 with a payload
         ({"exchange": "all_gather", "reduction": "scalar", "float32": True}, 50.5),
