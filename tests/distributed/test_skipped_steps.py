@@ -35,7 +35,7 @@ MORE_CASES = {
     "zero2 kept graphs": Case(2, 3, bf16=True, keep=3, patch_dropout=0.5),
     "zero2 offloaded": Case(2, 3, offload="optimizer"),
     "zero3 offloaded": Case(3, 3, bf16=True, grad_accum_dtype="fp32", offload="all"),
-    "zero3 coalesced": Case(3, 1, coalesce=True),
+    "zero3 coalesced": Case(3, 3, coalesce=True),
     "zero3 kept graphs": Case(3, 3, bf16=True, keep=3, checkpointing="plain"),
 }
 FASTCLIP = {"fastclip_v2 zero3": Case(3, 3, loss="fastclip_v2", exchange="all_gather")}
