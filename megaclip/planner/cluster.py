@@ -58,7 +58,7 @@ class Rates:
                 for name, value in json.loads(Path(path).read_text(encoding="utf-8"))["rates"].items()
             }
             measured = {name: values[name] for name in names if name in values or name not in _LINKS}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigError(f"--rates {str(path)!r} is not a file of tools/measure_rates.py: {error!r}") from None
         for name, value in values.items():
             if name not in names:

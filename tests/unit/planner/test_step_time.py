@@ -254,6 +254,7 @@ def test_sizes_and_rates_are_read_or_refused(tmp_path: Path) -> None:
         ({"network": math.inf}, "network is inf; write"),
         ({"netwrok": 5e9}, r"has the unknown rate 'netwrok'; did you mean 'network'\?$"),
         ({"decoded": {}}, "is not a file of tools/measure_rates.py"),
+        ({"decoded": 10**400}, "is not a file of tools/measure_rates.py"),
     ],
 )
 def test_rates_that_no_plan_can_use_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
