@@ -274,8 +274,8 @@ def _graphs_that_auto_keeps(workload: Workload, cluster: Cluster) -> list[float]
     image, text = graph_bytes(workload)
     if workload.pairs:
         return [image, text] * workload.graphs.text
-    gradients = gradient_bytes(workload, image_done=False, text_done=True)
-    gradients += workload.gradient_sum_bytes * workload.parameters[1].trained
+    trained = workload.parameters[1].trained
+    gradients = gradient_bytes(workload, trained) + workload.gradient_sum_bytes * trained
     texts = [text + gradients, *[text] * (workload.graphs.text - 1)] if workload.graphs.text else []
     return [*[image] * workload.graphs.image, *texts]
 

@@ -144,7 +144,7 @@ def step_phases(workload: Workload, states: States) -> Phases:
         image_tower_backward=_backward_phase(image, states, image_graphs),
         text_tower_backward=_backward_phase(text, states, image_graphs + text_graphs),
         gradient_reduction=Phase(
-            gradients=gradient_bytes(workload, image_done=True, text_done=True),
+            gradients=gradient_bytes(workload, workload.trained),
             reduce_bucket=states.bucket,
             reduction=states.reduction,
         ),
@@ -211,7 +211,7 @@ def _backward_phase(work: TowerWork, states: States, kept: float) -> Phase | Non
         other = (image if work.is_text else text).parameters if several else None
         return Phase(
             embedding_gradients=0.0 if offloads else embedding_bytes(workload),
-            gradients=gradient_bytes(workload, image_done=image_done, text_done=text_done),
+            gradients=gradient_bytes(workload, done),
             gradient_sums=workload.gradient_sum_bytes * done if several else 0.0,
             reduce_bucket=0.0 if workload.coalesces else states.bucket,
             reduction=reduction_under_way(workload, states, work.parameters, activations),

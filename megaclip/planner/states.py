@@ -51,10 +51,8 @@ def states_of(workload: Workload) -> States:
     return _stages_0_to_2(workload)
 
 
-def gradient_bytes(workload: Workload, *, image_done: bool, text_done: bool) -> float:
-    """Return the bytes of gradients on the GPU after the backward passes of these towers, kept until the step."""
-    done = zip(workload.parameters, (image_done, text_done), strict=True)
-    whole = sum(tower.trained for tower, is_done in done if is_done)
+def gradient_bytes(workload: Workload, whole: int) -> float:
+    """Return the bytes on the GPU of the gradients of `whole` parameters after their backward passes."""
     return whole * workload.compute_bytes if workload.coalesces else reduced_gradient_bytes(workload, whole)
 
 

@@ -71,11 +71,29 @@ def measured_job(tmp_path: Path, run: dict) -> Workload:
     )
 
 
+def is_suspect(run: dict) -> bool:
+    """ViT-B/32 at ZeRO-2 with B = 65,536 took 15.2 s, a quarter more than four times the 3.0 s of B = 16,384."""
+    return run["step_s"] == 15.23
+
+
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run['model']}-{run['world_size']}-{run['peak_mib']}")
-def test_planned_peaks_are_within_a_tenth_of_those_measured(tmp_path: Path, run: dict) -> None:
-    """Rows of tools/bench_train.py for several models, ZeRO stages, batches and kinds of offload."""
-    plan = plan_memory(measured_job(tmp_path, run), describe(gpu=run["gpu"], gpus=run["world_size"]))
+def test_planned_peaks_and_steps_are_about_those_measured(tmp_path: Path, run: dict) -> None:
+    """Rows of tools/bench_train.py for several models, ZeRO stages, batches and kinds of offload.
+
+    Synthetic samples are not decoded. In the runs whose captions were not cut, DeepSpeed checked every gradient.
+    Rows without a time are of one-step runs, of older code, or at ZeRO-3, where the time depends on the host
+    (docs/performance.md).
+    """
+    job, cluster = measured_job(tmp_path, run), describe(gpu=run["gpu"], gpus=run["world_size"])
+    plan = plan_memory(job, cluster)
     assert 0.9 < plan.gpu_peak / MIB / run["peak_mib"] < 1.1, plan.peak_phase
+    if not run["step_s"] or is_suspect(run):
+        return
+    planned = plan_time(job, replace(cluster, rates=replace(cluster.rates, decoded=math.inf))).total
+    offloads = "offload_param" in run["ds_config"]["zero_optimization"]
+    if "text_positions_saved" not in run and job.zero.stage in (1, 2):  # 65 instead of 5 ms on one H200
+        planned += (sum(len(tower.trainable) for tower in job.parameters) * 0.15e-3) / job.replicas
+    assert planned == pytest.approx(run["step_s"], rel=0.22 if offloads else 0.1)
 
 
 def test_a_plan_before_a_run_has_memory_for_captions_of_full_length(tmp_path: Path) -> None:
@@ -102,32 +120,6 @@ def test_a_plan_keeps_as_many_graphs_as_a_run_whatever_share_of_positions_is_sav
         assert before == after
         kept.add(before)
     assert any(0 < each.text < 8 for each in kept)
-
-
-def is_suspect(run: dict) -> bool:
-    """ViT-B/32 at ZeRO-2 with B = 65,536 took 15.2 s, a quarter more than four times the 3.0 s of B = 16,384."""
-    return run["step_s"] == 15.23
-
-
-@pytest.mark.parametrize(
-    "run",
-    [run for run in RUNS if run["step_s"] and not is_suspect(run)],
-    ids=lambda run: f"{run['model']}-{run['world_size']}-{run['step_s']}",
-)
-def test_planned_steps_take_about_what_was_measured(tmp_path: Path, run: dict) -> None:
-    """Synthetic samples are not decoded. In the runs whose captions were not cut, DeepSpeed checked every gradient.
-
-    Rows without a time are of one-step runs, of older code, or at ZeRO-3, where the time depends on the host
-    (docs/performance.md).
-    """
-    cluster = describe(gpu=run["gpu"], gpus=run["world_size"])
-    cluster = replace(cluster, rates=replace(cluster.rates, decoded=math.inf))
-    job = measured_job(tmp_path, run)
-    offloads = "offload_param" in run["ds_config"]["zero_optimization"]
-    planned = plan_time(job, cluster).total
-    if "text_positions_saved" not in run and job.zero.stage in (1, 2):  # 65 instead of 5 ms on one H200
-        planned += (sum(len(tower.trainable) for tower in job.parameters) * 0.15e-3) / job.replicas
-    assert planned == pytest.approx(run["step_s"], rel=0.22 if offloads else 0.1)
 
 
 class _PeakBytes(TorchDispatchMode):
