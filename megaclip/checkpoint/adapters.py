@@ -5,14 +5,13 @@ reads the files again, and refuses other weights. It either merges the adapters 
 format, or writes the adapters alone, as `peft.PeftModel` reads them on transformers' model.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
-from megaclip.checkpoint.durable import read_text
 from megaclip.checkpoint.model_card import read_model_card
 from megaclip.checkpoint.open_clip_weights import assigned_model, pretrained_weights
 from megaclip.checkpoint.search import MODEL_CARD, STATE
+from megaclip.checkpoint.store import read_state
 from megaclip.errors import CheckpointError
 from megaclip.models import meta_model
 from megaclip.models.lora import add_adapters, checksum_of, has_adapters, merge_adapters
@@ -25,7 +24,7 @@ arguments of `pretrained_weights` that read these weights, with absolute paths."
 
 def lora_state(step: Path) -> dict[str, Any] | None:
     """Return the entry `LORA` of the state of a checkpoint, which is whole; None if the run has no adapters."""
-    state: dict[str, Any] = json.loads(read_text(step / STATE))
+    state = read_state(step.parent, step.name)
     return None if state.get(LORA) is None else {**state[LORA], BASE: state[BASE]}
 
 

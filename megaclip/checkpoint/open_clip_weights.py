@@ -16,7 +16,7 @@ from megaclip.checkpoint.weight_files import WEIGHTS_NAME, read_tensors
 from megaclip.errors import first_line
 from megaclip.files import replacing
 from megaclip.logging import get_logger
-from megaclip.models import DualEncoder, ModelDescription, OpenClipConfig, build_model, meta_model
+from megaclip.models import DualEncoder, ModelConfig, ModelDescription, build_model, meta_model
 from megaclip.models.open_clip_keys import StateDict, from_open_clip, to_open_clip
 from megaclip.models.weights import compare_weights, fit_model, fit_tower
 
@@ -111,13 +111,8 @@ def assigned_model(config: ModelDescription, state_dict: StateDict) -> DualEncod
     Raises:
         CheckpointError: the parameters or their shapes differ from those of the model that `config` describes.
     """
-    problem = "the weights do not fit the model in the card"
-    if isinstance(config, OpenClipConfig):  # not on meta: constants such as masks are not in the state dict
-        built = build_model(config)
-        compare_weights(built, state_dict).require_complete(problem)
-        built.load_state_dict(state_dict)
-        return built.eval()
-    model = meta_model(config)
-    compare_weights(model, state_dict).require_complete(problem)
-    model.load_state_dict({name: value.float() for name, value in state_dict.items()}, assign=True)
+    on_meta = isinstance(config, ModelConfig)  # open_clip's modules have constants that are in no state dict
+    model = meta_model(config) if on_meta else build_model(config)
+    compare_weights(model, state_dict).require_complete("the weights do not fit the model in the card")
+    model.load_state_dict({name: value.float() for name, value in state_dict.items()}, assign=on_meta)
     return model.eval()

@@ -244,8 +244,11 @@ def consolidated_weights(
                 f"{step} has no moving averages of the weights (--ema), which a run saves if megaclip.ema_decay is "
                 "set; leave out --ema"
             )
-        weights = {name: saved.whole(name, ema=ema) for name in saved.shapes if _is_wanted(name, of_objective)}
-        weights |= {name: buffer.clone() for name, buffer in saved.buffers.items() if _is_wanted(name, of_objective)}
+        wanted = [name for name in (*saved.shapes, *saved.buffers) if name.startswith(OBJECTIVE) == of_objective]
+        weights = {
+            name: saved.buffers[name].clone() if name in saved.buffers else saved.whole(name, ema=ema)
+            for name in wanted
+        }
     return merged_weights(step, weights) if merges and has_adapters(weights) else weights
 
 
@@ -259,10 +262,6 @@ def read_model(folder: Path, tag: str | None, *, ema: bool = False) -> tuple[Mod
         return read_model_card(folder / MODEL_CARD), consolidated_weights(folder, tag, ema=ema)
     card = read_model_card(folder)
     return card, read_weights(folder, card.config)
-
-
-def _is_wanted(name: str, of_objective: bool) -> bool:
-    return name.startswith(OBJECTIVE) == of_objective
 
 
 def _read_elements(pieces: list[torch.Tensor], start: int, out: torch.Tensor) -> None:

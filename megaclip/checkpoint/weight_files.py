@@ -97,7 +97,9 @@ def read_tensors(path_or_dir: str | Path, *, quick_gelu: bool = True) -> StateDi
     for name, value in found.items():
         if name in _NOT_PARAMETERS or name.endswith(".position_ids"):  # the latter in files of older transformers
             continue
-        if not _is_dense_tensor(value) or not (value.is_floating_point() or _counts_batches(name, value)):
+        is_dense = isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+        counts_batches = name.endswith("num_batches_tracked")  # of a batch norm
+        if not is_dense or not (value.is_floating_point() or (counts_batches and value.dtype == torch.int64)):
             raise CheckpointError(f"{path}: entry {name!r} is a {_kind(value)}, expected a floating-point tensor")
         tensors[name] = value
     return from_transformers(tensors) if is_transformers(tensors) else tensors
@@ -266,15 +268,6 @@ def _unwrapped(tensors: dict[str, Any], path: Path) -> dict[str, Any]:
         other = next(name for name in named if not name.startswith(root))
         logger.warning("%s: not reading %d entries outside %s (first: %s)", path, len(named) - len(own), root, other)
     return own
-
-
-def _is_dense_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type == "cpu"
-
-
-def _counts_batches(name: str, value: torch.Tensor) -> bool:
-    """Return whether the entry is the number of batches that a batch norm has seen."""
-    return name.endswith("num_batches_tracked") and value.dtype == torch.int64
 
 
 def _kind(value: Any) -> str:

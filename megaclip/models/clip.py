@@ -54,17 +54,6 @@ class ClipModel(DualEncoder):
             for parameter in group:
                 parameter.requires_grad_(True)
 
-    def blocks_gathered_at_once(self) -> list[tuple[nn.Module, bool]]:
-        """Return the blocks of both towers; only the first trained block above locked ones is gathered in parts."""
-        blocks: list[tuple[nn.Module, bool]] = []
-        for tower in (self.visual, self.text):
-            locked_below = not tower.positional_embedding.requires_grad
-            for block in tower.transformer.resblocks:
-                locked = not any(parameter.requires_grad for parameter in block.parameters())
-                blocks.append((block, locked or not locked_below))
-                locked_below = locked_below and locked
-        return blocks
-
     def blocks_to_compile(self, tower: nn.Module) -> list[nn.Module]:
         """Return all blocks except a last one that computes one token."""
         blocks = self.tower_blocks(tower)

@@ -15,7 +15,16 @@ from importlib import resources
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_serializer, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 from typing_extensions import Self
 
 from megaclip.errors import ConfigError, closest, config_error, shortened
@@ -33,8 +42,6 @@ _MAX_TOKENS = 1 << 16
 _MAX_VOCABULARY = 1 << 24
 
 _TOKENIZER_ARGUMENTS = {"clean": str, "language": str, "strip_sep_token": bool}
-"""Arguments of open_clip's tokenizer that a card may set. It passes all others on to transformers, where some of them
-load code or files."""
 
 # open_clip's other keys, each with the value that turns its feature off. Only that value is accepted.
 _NOT_SUPPORTED: dict[str, dict[str, Any]] = {
@@ -67,7 +74,17 @@ def _side(size: Any) -> Any:
     return size[0]
 
 
+def _known_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of open_clip's tokenizer, which passes others on to transformers, where some load code."""
+    for name, value in given.items():
+        if not isinstance(value, _TOKENIZER_ARGUMENTS.get(name, ())):
+            known = ", ".join(_TOKENIZER_ARGUMENTS)
+            raise ValueError(f"{shortened(f'{name} {value!r}')} is refused; only {known} load no code or files")
+    return given
+
+
 _Side = Annotated[int, BeforeValidator(_side)]
+_TokenizerArguments = Annotated[dict[str, Any], AfterValidator(_known_arguments)]
 
 
 class _Section(BaseModel):
@@ -102,7 +119,7 @@ class DescribedText(_Section):
     """Hugging Face name or path of the tokenizer; None: CLIP's own tokenizer."""
     tokenizer_mode: str | None = None
     """open_clip's tokenizer mode."""
-    tokenizer_kwargs: dict[str, Any] | None = None
+    tokenizer_kwargs: _TokenizerArguments | None = None
     """Arguments of open_clip's tokenizer: clean, language, strip_sep_token."""
     pad_id: int = Field(0, ge=0)
     """Id of the padding token."""
@@ -342,7 +359,9 @@ class ModelConfig(Description):
     def from_dict(cls, description: dict[str, Any], source: str = "model config") -> Self:
         """Check `description` and return it typed, as `Description` documents it."""
         if not isinstance(description, dict):
-            raise ConfigError(f"{source}: the model description is a {_type(description)}, expected a JSON object")
+            raise ConfigError(
+                f"{source}: the model description is a {type(description).__name__}, expected a JSON object"
+            )
         if (foreign := reason_not_own(description)) is not None:
             raise ConfigError(
                 f"{source}: {foreign} is an open_clip feature, which MegaCLIP's own towers lack; set megaclip.towers "
@@ -401,7 +420,7 @@ def read_json_object(path: Any) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds a JSON {_type(content)}, expected a JSON object")
+        raise ConfigError(f"{path} holds a JSON {type(content).__name__}, expected a JSON object")
     return content
 
 
@@ -437,7 +456,12 @@ def _belongs_to_unused_feature(key: str, given: dict[str, Any]) -> bool:
 
 def _check_consistent(config: ModelConfig, source: str) -> None:
     vision, text = config.vision_cfg, config.text_cfg
-    _check_tokenizer(text, source)
+    name = text.hf_tokenizer_name or ""
+    if PurePath(name).is_absolute() or ".." in PurePath(name).parts or not name.isprintable():
+        raise ConfigError(
+            f"{source}: text_cfg.hf_tokenizer_name {shortened(repr(name))} is a path to another folder; expected a "
+            "name of Hugging Face's hub, and the tokenizer's files beside the card"
+        )
     if vision.width % vision.head_width:
         raise ConfigError(
             f"{source}: vision_cfg.width {vision.width} must be a multiple of vision_cfg.head_width {vision.head_width}"
@@ -463,24 +487,3 @@ def _check_consistent(config: ModelConfig, source: str) -> None:
         raise ConfigError(
             f"{source}: vision_cfg.width {vision.width} must be a multiple of 4 with vision_position_init 'sin_cos_2d'"
         )
-
-
-def _check_tokenizer(text: TextConfig, source: str) -> None:
-    """Raise for a tokenizer whose loading in open_clip could run code or read files outside the model's folder."""
-    for name, value in (text.tokenizer_kwargs or {}).items():
-        expected = _TOKENIZER_ARGUMENTS.get(name)
-        if expected is None or not isinstance(value, expected):
-            raise ConfigError(
-                f"{source}: text_cfg.tokenizer_kwargs has {shortened(f'{name} {value!r}')}; expected only "
-                f"{', '.join(_TOKENIZER_ARGUMENTS)}, because open_clip passes other arguments to code that loads files"
-            )
-    name = text.hf_tokenizer_name or ""
-    if PurePath(name).is_absolute() or ".." in PurePath(name).parts or not name.isprintable():
-        raise ConfigError(
-            f"{source}: text_cfg.hf_tokenizer_name {shortened(repr(name))} is a path to another folder; expected a "
-            "name of Hugging Face's hub, and the tokenizer's files beside the card"
-        )
-
-
-def _type(value: Any) -> str:
-    return type(value).__name__

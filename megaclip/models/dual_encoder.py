@@ -207,14 +207,24 @@ class DualEncoder(nn.Module, abc.ABC):
         Raises ConfigError if it has no groups.
         """
 
-    @abc.abstractmethod
     def blocks_gathered_at_once(self) -> list[tuple[nn.Module, bool]]:
-        """Return the blocks of both towers, and whether ZeRO-3 may gather the parameters of each at once.
+        """Return the blocks of all parts, and whether ZeRO-3 may gather the parameters of each at once.
 
         DeepSpeed reduces the gradients of a block that is gathered at once when the gradient of its input is ready. If
         the input has no gradient, DeepSpeed treats the block's backward pass as finished before it starts. So the first
-        trained block above locked parameters is gathered module by module.
+        trained block above locked parameters is gathered module by module, and a block that reads the images.
         """
+        found: list[tuple[nn.Module, bool]] = []
+        for name, part in self.parts().items():
+            is_tower = name in TOWER_PREFIXES  # a decoder reads the tokens of both towers
+            below = [next(part.parameters())] if is_tower else [*self.visual.parameters(), *self.text.parameters()]
+            has_gradient = all(parameter.requires_grad for parameter in below)
+            for block in self.tower_blocks(part):
+                trained = any(parameter.requires_grad for parameter in block.parameters())
+                reads_images = any(parameter is below[0] for parameter in block.parameters())
+                found.append((block, not trained or (has_gradient and not reads_images)))
+                has_gradient = has_gradient or (trained and is_tower)
+        return found
 
     def tower_blocks(self, tower: nn.Module) -> list[nn.Module]:
         """Return the blocks of a tower that activation checkpointing recomputes, from input to output."""

@@ -142,24 +142,6 @@ class OpenClipModel(DualEncoder):
                 f"{type(error).__name__}: {first_line(error)}; use 0, or a smaller number"
             ) from None
 
-    def blocks_gathered_at_once(self) -> list[tuple[nn.Module, bool]]:
-        """Return the blocks of both towers.
-
-        Trained blocks are gathered in parts in a tower with locked parameters, and where they read the images.
-        """
-        blocks: list[tuple[nn.Module, bool]] = []
-        if self.text_decoder is not None:  # its blocks read the tokens of both towers
-            trained = all(parameter.requires_grad for parameter in (*self.visual.parameters(), *self.text.parameters()))
-            blocks += [(block, trained) for block in self.tower_blocks(self.text_decoder)]
-        for tower in (self.visual, self.text):
-            trained = all(parameter.requires_grad for parameter in tower.parameters())
-            first = next(tower.parameters())
-            for block in self.tower_blocks(tower):
-                locked = not any(parameter.requires_grad for parameter in block.parameters())
-                reads_images = any(parameter is first for parameter in block.parameters())
-                blocks.append((block, locked or (trained and not reads_images)))
-        return blocks
-
     def statistics(self, tower: nn.Module) -> list[torch.Tensor]:
         """Return the buffers of the tower's batch norms."""
         return [buffer for module in tower.modules() if isinstance(module, _BatchNorm) for buffer in module.buffers()]

@@ -29,6 +29,8 @@ logger = get_logger(__name__)
 
 _TRUNKS = {"image": "visual.trunk.", "text": "text.transformer."}
 """Prefix, in open_clip's towers, of parameters whose names come from timm or Hugging Face."""
+_TRUNK_KINDS = {"image": "timm's trunk", "text": "Hugging Face's text model"}
+"""Files that have no projection, and may have other parameters, such as a classifier."""
 _HUGGING_FACE_ROOTS = ("", "roberta.", "bert.", "encoder.", "model.encoder.")
 """Prefixes of the encoder's parameters in Hugging Face's files."""
 _SHARED_EMBEDDINGS = ("shared.weight", "model.shared.weight")
@@ -146,24 +148,23 @@ def fit_tower(
     Raises:
         CheckpointError: the weights do not fit the tower.
     """
-    own = {name for name in model.named_weights() if name.startswith(TOWER_PREFIXES[tower])}
-    reading = max(_readings(tensors, model, tower), key=lambda one: len(own & one.weights.keys()))
-    weights, ignored, required = _fit_positions(reading.weights, model, kept_positions), list(reading.ignored), own
-    if reading.is_trunk:
+    own, ignored = {name for name in model.named_weights() if name.startswith(TOWER_PREFIXES[tower])}, list[str]()
+    kind, weights = max(_readings(tensors, model, tower), key=lambda reading: len(own & reading[1].keys()))
+    weights, required = _fit_positions(weights, model, kept_positions), own
+    if kind in _TRUNK_KINDS.values():
         classifier, report = _classifier(model) if tower == "image" else set(), compare_weights(model, weights, own)
-        unused = set(report.unexpected)
+        ignored = sorted(report.unexpected)
         if not classifier <= set(report.loaded):  # the file's classifier is that of another task, or it has none
-            unused |= classifier & weights.keys()
-        weights = {name: value for name, value in weights.items() if name not in unused}
-        ignored += sorted(unused)
+            ignored += sorted(classifier & weights.keys())
+        weights = {name: value for name, value in weights.items() if name not in ignored}
         is_own = tower == "image" and isinstance(model.config.vision_cfg, TimmVisionConfig)
         required = {name for name in own if is_own or name.startswith(_TRUNKS[tower])} - classifier | weights.keys()
     compare_weights(model, weights, required).require_complete(
-        f"--pretrained-{tower} {source} does not fit the {tower} tower, read as {reading.kind}",
+        f"--pretrained-{tower} {source} does not fit the {tower} tower, read as {kind}",
         "use weights of the same tower and embedding size, or another --model",
     )
     require_finite(weights, f"--pretrained-{tower} {source}")
-    line = f"{tower} tower: {len(weights)} parameters of {source}, {reading.kind}"
+    line = f"{tower} tower: {len(weights)} parameters of {source}, {kind}"
     if missing := sorted(own - weights.keys()):
         line += f"; {', '.join(missing)} keep their initial values"
     if ignored:
@@ -198,41 +199,22 @@ def copy_weights(model: DualEncoder, weights: StateDict) -> None:
             weight.copy_(own_part(name, value, model.tensor))
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """One way to read a file: its parameters of the tower under MegaCLIP's names."""
-
-    kind: str
-    """Content of the file, for the log and for errors."""
-    weights: StateDict
-    is_trunk: bool
-    """True if the file has no projection, and may have other parameters, such as a classifier."""
-    ignored: tuple[str, ...] = ()
-    """Names in the file that are not read."""
-
-
-def _readings(tensors: StateDict, model: DualEncoder, tower: str) -> list[_Reading]:
-    """Return the ways to read a file, the most likely first."""
+def _readings(tensors: StateDict, model: DualEncoder, tower: str) -> list[tuple[str, StateDict]]:
+    """Return the ways to read a file, the most likely first: its content, and its parameters by MegaCLIP's names."""
     prefix, trunk = TOWER_PREFIXES[tower], _TRUNKS[tower]
-    whole = from_open_clip(tensors, model.config)
     if any(name.startswith("visual.") for name in tensors):
-        own = {name: value for name, value in whole.items() if name.startswith(prefix)}
-        return [_Reading("one tower of a whole model", own, False)]
-    alone = from_open_clip(
-        {f"{prefix}{name.removeprefix(prefix)}": value for name, value in tensors.items()}, model.config
-    )
-    readings = [_Reading("open_clip's tower alone", alone, False)]
+        whole = from_open_clip(tensors, model.config)
+        return [("one tower of a whole model", {name: whole[name] for name in whole if name.startswith(prefix)})]
+    alone = {f"{prefix}{name.removeprefix(prefix)}": value for name, value in tensors.items()}
+    readings = [("open_clip's tower alone", alone)]
     for root in _HUGGING_FACE_ROOTS if tower == "text" else ("",):
-        own = {f"{trunk}{name.removeprefix(root)}": v for name, v in tensors.items() if name.startswith(root)}
-        own = from_open_clip(own, model.config) if tower == "image" else own
-        rest = tuple(name for name in tensors if not name.startswith(root))
-        embeddings = f"{trunk}embed_tokens.weight"
-        for shared in _SHARED_EMBEDDINGS:
-            if shared in tensors and tower == "text":
-                own.setdefault(embeddings, tensors[shared])
-        kind = "timm's trunk" if tower == "image" else "Hugging Face's text model"
-        readings.append(_Reading(kind, own, True, tuple(name for name in rest if name not in _SHARED_EMBEDDINGS)))
-    return readings
+        own: StateDict = {}
+        for name, value in tensors.items():
+            if tower == "text" and name in _SHARED_EMBEDDINGS:
+                name = f"{root}embed_tokens.weight"
+            own[f"{trunk}{name.removeprefix(root)}" if name.startswith(root) else name] = value
+        readings.append((_TRUNK_KINDS[tower], own))
+    return [(kind, from_open_clip(own, model.config)) for kind, own in readings]
 
 
 def _classifier(model: DualEncoder) -> set[str]:
@@ -254,9 +236,10 @@ def _fit_positions(state_dict: StateDict, model: DualEncoder, kept_positions: in
     All other entries, and positions of another width, are returned unchanged.
     """
     adapted = dict(state_dict)
-    name, parameter, prefix, grid = _image_positions(model)
+    name, parameter, grid = _image_positions(model)
     if _differs_in_length(adapted.get(name), parameter):
         table = adapted[name].float()
+        prefix = gathered_shape(parameter)[-2] - math.prod(grid)  # tokens before the patches
         patches = table.shape[-2] - prefix
         if patches > 0 and (side := math.isqrt(patches)) ** 2 == patches:
             first_nC, patches_PC = table.flatten(0, -2).split([prefix, patches])
@@ -301,21 +284,21 @@ def stretched_positions(positions_LC: torch.Tensor, length: int, kept: int) -> t
     return torch.cat([positions_LC[:kept], stretched])
 
 
-def _image_positions(model: DualEncoder) -> tuple[str, Any, int, tuple[int, ...]]:
-    """Return the positions of an image tower: their name, the parameter or None, the number of tokens before the
-    patches, and the number of patches along both sides."""
+def _image_positions(model: DualEncoder) -> tuple[str, Any, tuple[int, ...]]:
+    """Return the positions of an image tower: their name, the parameter, and the number of patches along both sides.
+
+    None instead of the parameter: the tower learns no positions.
+    """
     visual: Any = model.visual
-    name, parameter = "visual.positional_embedding", getattr(visual, "positional_embedding", None)
     if isinstance(model, ClipModel):
-        vision = model.config.vision_cfg
-        return name, parameter, int(vision.class_token), (vision.grid_size, vision.grid_size)
-    if (trunk := getattr(visual, "trunk", None)) is None:
-        return name, parameter, 1, () if parameter is None else tuple(visual.grid_size)
-    parameter = getattr(trunk, "pos_embed", None)
+        return "visual.positional_embedding", visual.positional_embedding, (model.config.vision_cfg.grid_size,) * 2
+    trunk = getattr(visual, "trunk", None)
+    name, parameter = "visual.positional_embedding", getattr(visual, "positional_embedding", None)
+    if trunk is not None:
+        name, parameter = "visual.trunk.pos_embed", getattr(trunk, "pos_embed", None)
     if not isinstance(parameter, nn.Parameter):
-        return "", None, 0, ()
-    prefix = 0 if getattr(trunk, "no_embed_class", False) else getattr(trunk, "num_prefix_tokens", 1)
-    return "visual.trunk.pos_embed", parameter, prefix, tuple(trunk.patch_embed.grid_size)
+        return name, None, ()
+    return name, parameter, tuple(visual.grid_size if trunk is None else trunk.patch_embed.grid_size)
 
 
 def _differs_in_length(table: torch.Tensor | None, parameter: torch.Tensor | None) -> bool:

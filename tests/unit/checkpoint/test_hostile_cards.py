@@ -116,11 +116,13 @@ def test_links_of_the_hugging_face_cache_and_inside_the_directory_are_followed(t
     assert not any((tmp_path / "out" / name).is_symlink() for name in copied)
 
 
+@pytest.mark.parametrize("layers", [2, [1, 1, 1, 1]], ids=["own", "open_clip"])
 @pytest.mark.parametrize("arguments", [{"trust_remote_code": True}, {"tokenizer_file": "/etc/passwd"}, {"clean": []}])
-def test_tokenizer_arguments_that_load_code_or_files_are_refused(directory, arguments):
-    """open_clip passes these arguments to transformers when it loads the exported model."""
+def test_tokenizer_arguments_that_load_code_or_files_are_refused(directory, layers, arguments):
+    """open_clip passes these arguments to transformers, in a run and when it loads the exported model."""
     change_card(directory, lambda card: card["model_cfg"]["text_cfg"].update(tokenizer_kwargs=arguments))
-    with pytest.raises(ConfigError, match=r"text_cfg\.tokenizer_kwargs.*clean, language, strip_sep_token"):
+    change_card(directory, lambda card: card["model_cfg"]["vision_cfg"].update(layers=layers))
+    with pytest.raises(ConfigError, match=r"text_cfg\.tokenizer_kwargs.*only clean, language, strip_sep_token"):
         read_model_card(directory)
 
 
