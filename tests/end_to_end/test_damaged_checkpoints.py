@@ -70,16 +70,13 @@ class Trial:
 AUTO = {"resume": "auto"}
 TRIALS = {
     "a flipped bit": Trial(lambda folder: flip_a_bit(folder / TAGS[LAST] / OPTIMIZER_FILE), AUTO, exit_code=0),
-    "a missing latest": Trial(lambda folder: (folder / "latest").unlink(), AUTO, exit_code=0),
     "back to an earlier step": Trial(
         lambda folder: None,
         {"resume": f"COPY/checkpoints/{TAGS[2]}", "keep_last": 1, "stop_after_steps": 4},
         exit_code=0,
     ),
-    "a damaged one by its name": Trial(lambda folder: flip_a_bit(folder / TAGS[LAST] / MODEL_FILE), {"resume": "COPY"}),
     "code": Trial(lambda folder: plant_code(folder / TAGS[LAST] / MODEL_FILE), AUTO),
     "code at another stage": Trial(lambda folder: plant_code(folder / TAGS[LAST] / OPTIMIZER_FILE), AUTO, "zero3.json"),
-    "no --resume and a missing latest": Trial(lambda folder: (folder / "latest").unlink()),
 }
 
 
@@ -127,31 +124,12 @@ def test_a_damaged_checkpoint_is_skipped_and_the_losses_are_the_same(ends, root)
         assert manifest.find_damage(root / "a flipped bit" / "checkpoints" / tag) == []
 
 
-def test_a_missing_latest_resumes_from_the_newest_checkpoint(ends, root):
-    output = ends["a missing latest"][0].output
-    assert "latest is missing or damaged; using the checkpoint that was saved last" in output
-    assert f"{TAGS[LAST]} at step {LAST}" in output
-    assert (root / "a missing latest" / "checkpoints" / "latest").read_text() == TAGS[STEPS]
-
-
-def test_without_resume_the_checkpoints_without_latest_are_refused_and_kept(ends, root):
-    name = "no --resume and a missing latest"
-    assert "holds a run already; use --resume auto" in ends[name][0].errors[0]
-    for step in range(EVERY, LAST + 1, EVERY):
-        assert manifest.find_damage(root / name / "checkpoints" / TAGS[step]) == []
-
-
 def test_a_run_that_goes_back_keeps_the_later_checkpoints(ends, root):
     folder = root / "back to an earlier step" / "checkpoints"
     assert "are kept until you delete them" in ends["back to an earlier step"][0].output
     whole = {path.name for path in folder.glob("step_*") if manifest.find_damage(path) == []}
     assert whole == {TAGS[2], TAGS[4], f"{TAGS[4]}.old1", TAGS[6]}
     assert search.run_of(folder, TAGS[6]) == search.run_of(folder, f"{TAGS[4]}.old1") != search.run_of(folder, TAGS[4])
-
-
-def test_a_damaged_checkpoint_that_is_named_is_refused(ends):
-    (error,) = ends["a damaged one by its name"][0].errors
-    assert TAGS[LAST] in error and f"{MODEL_FILE} has changed" in error and "megaclip check" in error
 
 
 @pytest.mark.parametrize("name", [name for name in TRIALS if name.startswith("code")])

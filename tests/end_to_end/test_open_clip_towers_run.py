@@ -1,4 +1,4 @@
-"""A ResNet and a RoBERTa of open_clip train under the launcher at ZeRO-3, resume, and export to open_clip."""
+"""A ResNet and a RoBERTa of open_clip train on two ranks at ZeRO-3, resume, and export to open_clip."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from megaclip.commands import export_open_clip
 from megaclip.data.tokenizers import SentencePieceTokenizer
 from megaclip.models.hugging_face import known_configurations
 from megaclip.open_clip_package import import_open_clip
-from tests.end_to_end.training_runs import flags, launch
+from tests.end_to_end.training_runs import flags, run_in_ranks
 from tests.open_clip_families import HUGGING_FACE
 
 STEPS, CHUNKS = 3, 2
@@ -48,12 +48,14 @@ def test_train_resume_and_export(
 ) -> None:
     changes = write_model(tmp_path, tiny_run / "tokenizer.model")
     more = {"val_data": tiny_run / "held_out" / "*.tar", "eval_batch_size": 16, "lr_scheduler": "const"}
-    for steps, resume in ((2, None), (STEPS, "auto")):
-        config = tiny_run / "zero3.json"
-        done = launch(flags(tiny_run, config, tmp_path, **changes, **more, train_steps=steps, resume=resume))
-        assert done.exit_code == 0, done.output
-        assert "towers: open_clip's modules ModifiedResNet and HFTextEncoder" in done.output
-    assert "resumed from" in done.output
+    both = [
+        flags(tiny_run, tiny_run / "zero3.json", tmp_path, **changes, **more, train_steps=steps, resume=resume)
+        for steps, resume in ((2, None), (STEPS, "auto"))
+    ]
+    ends = [end for end, _ in run_in_ranks(both)]
+    assert [end.exit_code for end in ends] == [0, 0], ends[0].output + ends[1].output
+    assert "towers: open_clip's modules ModifiedResNet and HFTextEncoder" in ends[0].output
+    assert "resumed from" in ends[1].output
 
     exported = tmp_path / "exported"
     monkeypatch.setattr(sys, "argv", ["export", str(tmp_path / "run"), str(exported), "--verify"])

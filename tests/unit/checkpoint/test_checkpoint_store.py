@@ -69,19 +69,6 @@ def test_full_disk_raises_a_checkpoint_error(tmp_path, monkeypatch):
     assert search.find_latest(tmp_path) is None
 
 
-def test_locate_accepts_a_step_a_checkpoints_folder_or_a_run(tmp_path):
-    checkpoints = tmp_path / "run" / "checkpoints"
-    checkpoints.mkdir(parents=True)
-    for step in (1, 2):
-        save(checkpoints, step)
-    assert search.locate(checkpoints / "step_00000001") == (checkpoints, "step_00000001")
-    assert search.locate(checkpoints) == (checkpoints, "step_00000002")
-    assert search.locate(tmp_path / "run") == (checkpoints, "step_00000002")
-    for nothing in (tmp_path, tmp_path / "nowhere", checkpoints / "step_00000009"):
-        with pytest.raises(CheckpointError, match=r"no checkpoint at .*expected a step_N folder"):
-            search.locate(nothing)
-
-
 def test_an_export_is_no_checkpoint_whatever_its_name(tmp_path):
     export = tmp_path / "step_00000002"
     save(tmp_path, 2)
@@ -91,12 +78,17 @@ def test_an_export_is_no_checkpoint_whatever_its_name(tmp_path):
         search.locate(export)
 
 
-def test_tag_selects_a_checkpoint_from_any_folder_of_the_run(tmp_path):
+def test_a_checkpoint_is_found_in_any_folder_of_the_run_and_selected_by_its_tag(tmp_path):
     checkpoints = tmp_path / "run" / "checkpoints"
     checkpoints.mkdir(parents=True)
     for step in (1, 2):
         save(checkpoints, step)
     first = (checkpoints, "step_00000001")
+    assert search.locate(checkpoints / first[1]) == first
+    assert search.locate(checkpoints) == search.locate(tmp_path / "run") == (checkpoints, "step_00000002")
+    for nothing in (tmp_path, tmp_path / "nowhere", checkpoints / "step_00000009"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint at .*expected a step_N folder"):
+            search.locate(nothing)
     for path in (tmp_path / "run", checkpoints, checkpoints / first[1]):
         assert search.locate(path, first[1]) == first
     (checkpoints / "latest").write_text("step_00000003")  # does not exist, and is not requested

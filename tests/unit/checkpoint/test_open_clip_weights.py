@@ -64,18 +64,10 @@ def assert_same_weights(got, model):
 # ------------------------------------------------------------------------------------------------ writing, verifying
 
 
-def test_open_clip_loads_an_exported_directory(exported, model):
-    package = import_open_clip()
-    theirs, _, preprocess = package.create_model_and_transforms(f"local-dir:{exported}")
-    for name, value in open_clips_state_dict(model).items():
-        assert torch.equal(theirs.state_dict()[name], value), name
-    assert theirs.visual.preprocess_cfg["mean"] == [0.5, 0.5, 0.5]
-    assert theirs.visual.preprocess_cfg["resize_mode"] == "squash"
-    assert theirs.visual.preprocess_cfg["size"] == (24, 24)
-    assert preprocess is not None
-
-
-def test_verification_passes_on_the_same_model_and_tokenizer(exported, model, config):
+def test_open_clip_loads_an_exported_directory_with_equal_features_and_tokens(exported, model, config):
+    theirs, _, _ = import_open_clip().create_model_and_transforms(f"local-dir:{exported}")
+    preprocess = theirs.visual.preprocess_cfg
+    assert [preprocess[key] for key in ("mean", "resize_mode", "size")] == [[0.5, 0.5, 0.5], "squash", (24, 24)]
     result = verify(exported, model, load_tokenizer("clip", config.text_cfg.context_length))
     assert result.passed
     assert EXPORT.limit == TOLERANCE
@@ -83,7 +75,7 @@ def test_verification_passes_on_the_same_model_and_tokenizer(exported, model, co
     assert (result.captions_compared, result.captions_differing) == (6, 0)
 
 
-@pytest.mark.parametrize("parameter", ["visual.proj", "text.ln_final.bias", "logit_scale"])
+@pytest.mark.parametrize("parameter", ["visual.proj", "logit_scale"])
 def test_verification_fails_if_one_parameter_differs(exported, model, parameter):
     torch.manual_seed(0)  # a change of one number might be too small without this seed
     changed = copy.deepcopy(model)
@@ -154,42 +146,24 @@ def test_tokenizer_files_are_copied_beside_the_card(tmp_path, config):
 # ------------------------------------------------------------------------------------------------ reading
 
 
-@pytest.mark.parametrize("form", ["directory", "safetensors", "bare", "state_dict", "module.", "_orig_mod.module."])
-def test_every_file_format_gives_the_same_weights(tmp_path, exported, model, form):
-    if form == "directory":
-        path = exported
-    elif form == "safetensors":
-        path = exported / "open_clip_model.safetensors"
-    else:
-        path = tmp_path / "weights.pt"
-        state_dict = open_clips_state_dict(model)
-        if form.endswith("."):
-            state_dict = {form + name: value for name, value in state_dict.items()}
-        # open_clip's trainer saves these entries beside the state dict
-        torch.save(state_dict if form == "bare" else {"epoch": 3, "name": "run", "state_dict": state_dict}, path)
-    assert_same_weights(read_weights(path, model.config), model)
-
-
-def test_settings_in_old_state_dicts_are_ignored(tmp_path, model):
-    extra = {"attn_mask": torch.zeros(2, 2), "input_resolution": torch.tensor(24), "vocab_size": torch.tensor(5)}
-    torch.save({**open_clips_state_dict(model), **extra}, tmp_path / "old.pt")
-    assert_same_weights(read_weights(tmp_path / "old.pt", model.config), model)
-
-
-def test_expanded_tensor_is_never_copied(tmp_path, model, config):
-    state_dict = open_clips_state_dict(model)
-    state_dict["visual.proj"] = torch.zeros(1).expand(10**9, 10**6)  # 4 bytes in the file, 4 PB if copied
-    torch.save(state_dict, tmp_path / "huge.pt")
-    with pytest.raises(CheckpointError, match=r"1 with a different shape \(first: visual\.proj"):
-        load_pretrained(build_model(config), tmp_path / "huge.pt")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("visual.proj", torch.zeros(1).expand(10**9, 10**6)),  # 4 bytes in the file, 4 PB if copied
+        ("visual.positional_embedding", torch.zeros(20, 96)),  # no square
+    ],
+)
+def test_weights_of_another_shape_are_refused_before_they_are_copied(tmp_path, model, config, name, value):
+    torch.save(open_clips_state_dict(model) | {name: value}, tmp_path / "other.pt")
+    with pytest.raises(CheckpointError, match=rf"1 with a different shape \(first: {name}"):
+        load_pretrained(build_model(config), tmp_path / "other.pt")
 
 
 # ------------------------------------------------------------------------------------------------ starting from weights
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_weights_that_are_not_finite_are_refused(tmp_path, model, config, value):
-    state_dict = open_clips_state_dict(model) | {"ln_final.bias": torch.full((24,), value)}
+def test_weights_that_are_not_finite_are_refused(tmp_path, model, config):
+    state_dict = open_clips_state_dict(model) | {"ln_final.bias": torch.full((24,), float("nan"))}
     save_file(state_dict, path := tmp_path / "bad.safetensors")
     with pytest.raises(
         CheckpointError, match=r"1 of \d+ parameters hold NaN or infinite values \(first: text.ln_final"
@@ -211,7 +185,7 @@ def test_load_pretrained_copies_every_parameter(exported, model, config):
         assert torch.equal(fresh.state_dict()[name], value.bfloat16()), name
 
 
-@pytest.mark.parametrize(("image_size", "context_length"), [(32, 24), (16, 40), (24, 10)])
+@pytest.mark.parametrize(("image_size", "context_length"), [(32, 40), (16, 10)])
 def test_other_image_size_or_context_length_gives_open_clips_weights(exported, config, image_size, context_length):
     other = config.replace(vision_cfg={"image_size": image_size}, text_cfg={"context_length": context_length})
     write_model_card(exported, other, OPENAI_PREPROCESS)
@@ -227,14 +201,6 @@ def test_clip_weights_get_the_initial_logit_bias_of_the_model(exported, model, c
     load_pretrained(biased, exported)
     assert biased.logit_bias.tolist() == [-10.0]
     assert torch.equal(biased.logit_scale, model.logit_scale)
-
-
-def test_positions_of_a_grid_that_is_not_square_are_refused(tmp_path, model, config):
-    state_dict = open_clips_state_dict(model)
-    state_dict["visual.positional_embedding"] = torch.zeros(20, 96)
-    save_file(state_dict, tmp_path / "odd.safetensors")
-    with pytest.raises(CheckpointError, match=r"1 with a different shape \(first: visual.positional_embedding"):
-        load_pretrained(build_model(config), tmp_path / "odd.safetensors")
 
 
 def test_weights_that_fit_only_partly_are_refused_and_reported(tmp_path, model, config):

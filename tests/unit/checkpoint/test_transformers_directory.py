@@ -139,23 +139,20 @@ def test_the_way_in_and_out_changes_no_name_and_no_bit(name, tmp_path, monkeypat
     saved(name, tmp_path / "saved")
     import_weights(tmp_path / "saved", tmp_path / "imported", None)
     monkeypatch.setattr(transformers_directory, "MAX_PART", 60_000)  # several files
-    for source in ("imported", "saved"):
-        export_checkpoint(tmp_path / source, tmp_path / f"from {source}", None, formats=["transformers"])
-        index = json.loads((tmp_path / f"from {source}" / "model.safetensors.index.json").read_text())
-        tensors = {}
-        for part in set(index["weight_map"].values()):
-            tensors |= load_file(tmp_path / f"from {source}" / part)
-        before = load_file(tmp_path / "saved" / "model.safetensors")
-        assert tensors.keys() == before.keys() == index["weight_map"].keys()
-        assert all(torch.equal(value, before[key]) for key, value in tensors.items())
-        configs = [transformers.AutoConfig.from_pretrained(tmp_path / one) for one in ("saved", f"from {source}")]
-        assert type(configs[0]) is type(configs[1])
-        for section, fields in FIELDS["defaults"][configs[0].model_type].items():
-            before, after = (getattr(config, section) if section else config for config in configs)
-            assert {field: getattr(before, field) for field in fields} == {
-                field: getattr(after, field) for field in fields
-            }
-    assert import_weights(tmp_path / "from imported", tmp_path / "again", None).complete  # reads the parts
+    export_checkpoint(tmp_path / "imported", tmp_path / "out", None, formats=["transformers"])
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    tensors = {}
+    for part in set(index["weight_map"].values()):
+        tensors |= load_file(tmp_path / "out" / part)
+    before = load_file(tmp_path / "saved" / "model.safetensors")
+    assert tensors.keys() == before.keys() == index["weight_map"].keys()
+    assert all(torch.equal(value, before[key]) for key, value in tensors.items())
+    configs = [transformers.AutoConfig.from_pretrained(tmp_path / one) for one in ("saved", "out")]
+    assert type(configs[0]) is type(configs[1])
+    for section, fields in FIELDS["defaults"][configs[0].model_type].items():
+        before, after = (getattr(config, section) if section else config for config in configs)
+        assert {field: getattr(before, field) for field in fields} == {field: getattr(after, field) for field in fields}
+    assert import_weights(tmp_path / "out", tmp_path / "again", None).complete  # reads the parts
     assert (tmp_path / "again" / "open_clip_model.safetensors").read_bytes() == (
         tmp_path / "imported" / "open_clip_model.safetensors"
     ).read_bytes()

@@ -64,9 +64,3 @@ def test_a_package_without_the_extensions_is_refused(apex: None, monkeypatch: py
         require_apex()
     with pytest.raises(ConfigError, match="NVIDIA apex"):
         build_model(CONFIG, layer_norm="apex")
-
-
-def test_the_installed_packages_have_no_apex() -> None:
-    """The environment of the tests has none, so the setting must be refused there."""
-    with pytest.raises(ConfigError, match="NVIDIA apex"):
-        require_apex()

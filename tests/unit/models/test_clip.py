@@ -21,31 +21,17 @@ def batch(size=2):
     return torch.randn(size, 3, 24, 24, generator=generator), torch.randint(3, 512, (size, 24), generator=generator)
 
 
-def test_initial_values_depend_only_on_the_seed(config):
-    models = []
-    for seed in (5, 5, 6):
-        torch.manual_seed(seed)
-        models.append(build_model(config).state_dict())
-    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
-    assert not torch.equal(models[0]["visual.proj"], models[2]["visual.proj"])
-
-
-def test_initialise_sets_every_parameter(config):
+def test_every_initial_value_is_set_and_depends_only_on_the_seed(config):
     config = config.replace(vision_cfg={"ls_init_value": 0.1}, text_cfg={"ls_init_value": 0.1})
-    model = build_model(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(float("nan"))
-    initialise(model, config, seed=0)
-    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
-
-
-def test_model_on_the_meta_device_has_shapes_but_no_values(config):
-    with torch.device("meta"):
-        model = build_model(config)
-    assert all(parameter.is_meta for parameter in model.parameters())
-    expected = {name: value.shape for name, value in build_model(config).state_dict().items()}
-    assert {name: value.shape for name, value in model.state_dict().items()} == expected
+    model, values = build_model(config), []
+    for seed in (5, 5, 6):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+        initialise(model, config, seed)
+        values.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+    assert all(torch.equal(values[0][name], values[1][name]) for name in values[0])
+    assert not torch.equal(values[0]["visual.proj"], values[2]["visual.proj"])
 
 
 def test_tower_without_input_is_skipped(config):
@@ -74,14 +60,6 @@ def test_bfloat16_towers_take_float32_images_and_return_unit_length(config):
     assert image_features.dtype == text_features.dtype == torch.bfloat16
     assert log_scale.dtype == torch.float32
     assert_close(image_features.float().norm(dim=1), torch.ones(len(images)), FEATURES["bfloat16"])
-
-
-def test_causal_text_features_ignore_later_tokens(config):
-    model = build_model(config.replace(text_cfg={"pool_type": "first"}))
-    tokens = batch()[1]
-    changed = tokens.clone()
-    changed[:, 1:] = 3
-    assert_close(model(None, tokens)[1], model(None, changed)[1], FEATURES["float32"])
 
 
 def rows_of(x):

@@ -78,15 +78,6 @@ def test_compiled_modules_have_the_results_of_plain_ones(
         assert_close(other, statistic, FEATURES["float64"])
 
 
-def test_evaluation_and_single_rows_are_not_compiled(tmp_path: Path, counter: CompileCounterWithBackend) -> None:
-    model = built("vit", tmp_path)
-    model.compile_towers(True, lambda block: True)
-    model(*batch(model, 1))
-    model.eval()
-    model(*batch(model, 5))
-    assert counter.frame_count == 0
-
-
 @pytest.mark.parametrize(
     ("name", "whole", "expected"),
     [

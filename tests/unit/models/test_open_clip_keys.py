@@ -9,7 +9,7 @@ from megaclip.models import ClipModel, ModelConfig, build_model, load_model_conf
 from megaclip.models.open_clip_keys import from_open_clip, to_open_clip
 from megaclip.open_clip_package import import_open_clip
 from tests.open_clip_families import OWN_TIMM, own_description
-from tests.tolerances import FEATURES, POSITIONS, TOWER_GRADIENT, assert_close, assert_far
+from tests.tolerances import FEATURES, POSITIONS, TOWER_GRADIENT, assert_close
 
 SMALL = {
     "embed_dim": 24,
@@ -66,41 +66,26 @@ def inputs(config: ModelConfig, batch: int):
     return images, torch.randint(text.vocab_size, (batch, text.context_length), generator=generator)
 
 
+@pytest.mark.long
 @torch.no_grad()
-def assert_same_features(theirs, ours, batch):
-    images, tokens = inputs(ours.config, batch)
+def test_features_of_a_preset_equal_open_clips():
+    theirs = open_clip_model(import_open_clip().get_model_config("ViT-B-32"))
+    ours = ours_with_weights_of(theirs, load_model_config("ViT-B-32"))
+    images, tokens = inputs(ours.config, 2)
     expected, got = theirs(images, tokens), ours(images, tokens)
     for theirs_part, ours_part in zip(expected[:2], got[:2], strict=True):
         assert_close(ours_part, theirs_part, FEATURES["float32"], size=1)
-        assert_close(ours_part.norm(dim=1), torch.ones(batch), FEATURES["float32"])
-    assert got[2].shape == (1,)
     assert got[2].exp().item() == pytest.approx(expected[2].item())
-    # The features must depend on the input; otherwise the comparison would prove nothing.
-    if batch > 1:
-        assert_far(got[0][0], got[0][1], FEATURES["float32"], "features of another image", size=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "batch"), [("ViT-B-32", 2), ("ViT-B-16", 2), pytest.param("ViT-L-14", 1, marks=pytest.mark.long)]
-)
-def test_features_of_the_standard_towers_equal_open_clips(name, batch):
-    theirs = open_clip_model(import_open_clip().get_model_config(name))
-    assert_same_features(theirs, ours_with_weights_of(theirs, load_model_config(name)), batch)
-
-    quick = f"{name}-quickgelu"
-    with torch.device("meta"):
-        theirs_quick = open_clip_model(import_open_clip().get_model_config(quick))
-    theirs_quick.load_state_dict(theirs.state_dict(), assign=True)
-    for tower, source in ((theirs_quick, theirs), (theirs_quick.visual, theirs.visual)):
-        for buffer, value in source.named_buffers(recurse=False):
-            setattr(tower, buffer, value)
-    assert_same_features(theirs_quick, ours_with_weights_of(theirs, load_model_config(quick)), batch)
 
 
 @pytest.mark.parametrize("name", [*VARIANTS, *OWN_TIMM])
 def test_features_and_gradients_of_every_option_equal_open_clips(name):
     theirs = open_clip_model(variant(name)).double()
     config = ModelConfig.from_dict(variant(name))
+    assert config == ModelConfig.from_dict(config.to_open_clip()), "the exported description is read alike"
+    back = to_open_clip(from_open_clip(theirs.state_dict(), config), config)
+    assert back.keys() == theirs.state_dict().keys()
+    assert all(torch.equal(back[key], value) for key, value in theirs.state_dict().items())
     ours = ours_with_weights_of(copy.deepcopy(theirs), config)
     images, tokens = inputs(config, batch=5)
     images = images.double()
@@ -118,24 +103,7 @@ def test_features_and_gradients_of_every_option_equal_open_clips(name):
         assert_close(ours_by_name[parameter], gradient, TOWER_GRADIENT, parameter)
 
 
-@pytest.mark.parametrize("name", OWN_TIMM)
-def test_weights_of_timm_are_converted_both_ways_without_a_change(name):
-    theirs = open_clip_model(own_description(name), seed=3).state_dict()
-    config = ModelConfig.from_dict(own_description(name))
-    assert config == ModelConfig.from_dict(config.to_open_clip()), "the exported description is read alike"
-    back = to_open_clip(from_open_clip(theirs, config), config)
-    assert back.keys() == theirs.keys()
-    assert all(torch.equal(back[key], theirs[key]) for key in theirs)
-
-
-LARGE = [
-    "ViT-L-14-336",
-    "ViT-H-14",
-    "ViT-g-14",
-    "ViT-bigG-14",
-    "ViT-SO400M-16-SigLIP-i18n-256",
-    "ViT-gopt-16-SigLIP2-256",
-]
+LARGE = ["ViT-L-14-336", "ViT-bigG-14", "ViT-SO400M-16-SigLIP-i18n-256", "ViT-gopt-16-SigLIP2-256"]
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -156,22 +124,8 @@ def in_open_clips_names(flags, model):
     return {name: set(value.flatten().tolist()) for name, value in to_open_clip(tensors, model.config).items()}
 
 
-@pytest.mark.parametrize("name", ["plain", *OWN_TIMM])
-@pytest.mark.parametrize("unlocked", range(6))
-def test_locking_freezes_the_same_parameters_as_open_clip(name, unlocked):
-    theirs = open_clip_model(variant(name))
-    ours = build_model(ModelConfig.from_dict(variant(name)))
-    theirs.lock_image_tower(unlocked)
-    theirs.lock_text_tower(unlocked)
-    for tower in ("image", "text"):
-        ours.lock_tower(tower, unlocked)
-    trainable = {name: p.requires_grad for name, p in ours.named_parameters()}
-    expected = {name: {float(p.requires_grad)} for name, p in theirs.named_parameters()}
-    assert in_open_clips_names(trainable, ours) == expected
-
-
 @pytest.mark.parametrize("name", ["layer_scale", *OWN_TIMM])
-def test_weight_decay_follows_open_clips_rule(name):
+def test_locks_and_weight_decay_are_those_of_open_clip(name):
     theirs = open_clip_model(variant(name))
     ours = build_model(ModelConfig.from_dict(variant(name)))
     exempt = ours.no_weight_decay_names()
@@ -182,6 +136,14 @@ def test_weight_decay_follows_open_clips_rule(name):
         for name, p in theirs.named_parameters()
     }
     assert in_open_clips_names(flags, ours) == expected
+    for unlocked in range(6):
+        theirs.lock_image_tower(unlocked)
+        theirs.lock_text_tower(unlocked)
+        for tower in ("image", "text"):
+            ours.lock_tower(tower, unlocked)
+        trainable = {name: p.requires_grad for name, p in ours.named_parameters()}
+        expected = {name: {float(p.requires_grad)} for name, p in theirs.named_parameters()}
+        assert in_open_clips_names(trainable, ours) == expected, unlocked
 
 
 def kind_of(name):
