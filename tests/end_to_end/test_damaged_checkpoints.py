@@ -19,10 +19,8 @@ import torch
 from megaclip.checkpoint import manifest, search
 from megaclip.checkpoint.open_clip_directory import export_checkpoint
 from megaclip.commands import check_checkpoint, evaluate
-from megaclip.engine.saved_model import load_saved_model
 from megaclip.errors import CheckpointError
 from megaclip.models import ModelConfig, build_model
-from tests.distributed.harness import run_ranks
 from tests.end_to_end.training_runs import DS_CONFIG, MODEL, WORLD_SIZE, Finished, flags, run_in_ranks, scalars
 from tests.pretrained import load_pretrained
 
@@ -192,40 +190,8 @@ def current_umask() -> int:
     return umask
 
 
-def test_export_refuses_folders_with_other_content(root, tmp_path):
+def test_export_refuses_folders_of_the_run(root):
     run = root / "whole"
     for out_dir in (run, run / "checkpoints", run / "checkpoints" / "model", run / "checkpoints" / "new"):
-        for overwrite in (False, True):
-            with pytest.raises(CheckpointError, match=r"belongs to .*, or holds a run; choose another directory"):
-                export_checkpoint(run, out_dir, None, overwrite=overwrite)
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="is not empty; choose another directory, or add --overwrite"):
-        export_checkpoint(run, tmp_path, None)
-    for _ in range(2):
-        export_checkpoint(run, tmp_path, None, overwrite=True)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-    (tmp_path / "notes.txt").write_text("changed")
-    assert manifest.find_damage(tmp_path) == []
-    assert manifest.find_damage(run / "checkpoints" / TAGS[STEPS]) == []
-
-
-def load_on_ranks(runs: list[str]) -> list[str]:
-    """Load the model of each run in this rank. Return for each the number of parameters, or the error."""
-    results = []
-    for run in runs:
-        try:
-            results.append(str(len(list(load_saved_model(Path(run)).model.parameters()))))
-        except CheckpointError as error:
-            results.append(str(error))
-    return results
-
-
-def test_ranks_that_evaluate_report_the_same_damage(root, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(root / "whole" / "checkpoints", run / "checkpoints")
-    for name in (MODEL_FILE, OPTIMIZER_FILE):  # each rank reads one of them
-        flip_a_bit(run / "checkpoints" / TAGS[STEPS] / name)
-    first, second = run_ranks(load_on_ranks, WORLD_SIZE, [str(root / "whole"), str(run)])
-    assert first == second
-    assert int(first[0]) > 10
-    assert f"{MODEL_FILE} has changed" in first[1] and f"{OPTIMIZER_FILE} has changed" in first[1]
+        with pytest.raises(CheckpointError, match=r"belongs to .*, or holds a run; choose another directory"):
+            export_checkpoint(run, out_dir, None, overwrite=True)

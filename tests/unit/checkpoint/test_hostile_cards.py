@@ -134,17 +134,11 @@ def test_tokenizer_names_that_are_paths_to_other_folders_are_refused(directory, 
 
 
 PIXELS = [
-    {"mean": ["a", "b", "c"]},
     {"mean": [float("nan"), 0, 0]},
     {"std": [0, 1, 1]},
-    {"std": [-1, 1, 1]},
-    {"std": [True, True, True]},
-    {"std": {"a": 1}},
     {"mean": [[1], [1], [1]]},
-    {"interpolation": {"a": 1}},
     {"interpolation": ["bicubic"]},
     {"resize_mode": {"a": 1}},
-    {"resize_mode": 3},
 ]
 
 
