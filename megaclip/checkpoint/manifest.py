@@ -114,15 +114,19 @@ def find_damage_on_all_ranks(folder: Path) -> list[str]:
     return list(dict.fromkeys(problem for problems in gather_objects(own) for problem in problems))
 
 
-def require_whole(folder: Path) -> None:
+def require_whole(path: Path) -> None:
     """Raise CheckpointError unless every file of an export or a model card's folder is as its manifest records it.
 
     A folder without a manifest is accepted: open_clip writes none. All ranks must call it.
+
+    path: the folder, or one of its files, of which the others may be damaged.
     """
+    folder, name = (path.parent, path.name) if path.is_file() else (path, "")
     present = any(gather_objects((folder / MANIFEST).exists()))
-    if present and (problems := find_damage_on_all_ranks(folder)):
+    problems = find_damage_on_all_ranks(folder) if present else []
+    if problems := [problem for problem in problems if problem.startswith(name)]:
         raise CheckpointError(
-            f"{str(folder)!r} is damaged: {summary(problems)}; write or copy it again. If the files were changed on "
+            f"{str(path)!r} is damaged: {summary(problems)}; write or copy it again. If the files were changed on "
             f"purpose, delete its {MANIFEST}"
         )
 

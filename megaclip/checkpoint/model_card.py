@@ -17,7 +17,7 @@ from megaclip.errors import CheckpointError
 from megaclip.files import write_atomically
 from megaclip.models import ModelDescription, OpenClipConfig
 from megaclip.models.config import CARD_NAME
-from megaclip.models.descriptions import TOWERS_KEY, Towers, describe, model_description
+from megaclip.models.descriptions import TOWERS_KEY, Towers, describe
 from megaclip.models.transformers_config import KIND_KEY, card_path, read_card
 
 OPENAI_PREPROCESS: dict[str, Any] = {
@@ -88,7 +88,7 @@ def read_model_card(
     content = read_card(path)
     if config is None:
         recorded: Towers = "open_clip" if content.get(TOWERS_KEY) == "open_clip" else "auto"
-        config = describe(model_description(content), str(path), towers or recorded)
+        config = describe(content["model_cfg"], str(path), towers or recorded)
     preprocess = content.get("preprocess_cfg") or {}
     if not isinstance(preprocess, dict):
         raise CheckpointError(f"{path}: preprocess_cfg is a {type(preprocess).__name__}, expected a JSON object")

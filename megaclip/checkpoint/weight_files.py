@@ -4,6 +4,7 @@ A file is recognised by its first bytes, not by its name, and its content by the
 read is named, with what to do. `models.weights` fits the tensors to a model.
 """
 
+import os
 import pickletools
 import re
 import zipfile
@@ -107,7 +108,7 @@ def read_tensors(path_or_dir: str | Path, *, quick_gelu: bool = True) -> StateDi
 
 def holds_weights(directory: Path) -> bool:
     """Return whether the directory has a file that `read_tensors` would read."""
-    return any((directory / name).is_file() for name in WEIGHTS_NAMES)
+    return any(os.path.isfile(directory / name) for name in WEIGHTS_NAMES)
 
 
 def _weights_file(path: Path) -> Path:

@@ -50,7 +50,7 @@ def translate(words: list[str], out: Path) -> tuple[list[str], list[str]]:
     from megaclip.config import parse_arguments  # here, as it imports PyTorch, which the help does not need
     from megaclip.config.checks import check_ds_config
     from megaclip.config.training import with_changes
-    from megaclip.models.descriptions import describe, model_description, model_file
+    from megaclip.models.descriptions import describe, model_file
     from megaclip.models.transformers_config import read_card
 
     launcher, ranks, given = _split(words)
@@ -64,7 +64,7 @@ def translate(words: list[str], out: Path) -> tuple[list[str], list[str]]:
     of_model = [change.removeprefix("model.") for change in changes if change.startswith("model.")]
     files = {out: with_changes({}, [change for change in changes if not change.startswith("model.")])[0]}
     name = " ".join(flags["--model"])
-    description = with_changes(model_description(read_card(model_file(name))), of_model)[0]
+    description = with_changes(read_card(model_file(name))["model_cfg"], of_model)[0]
     describe(description, name)
     if of_model:
         flags["--model"] = [str(out.with_name(f"{out.stem}_model.json"))]

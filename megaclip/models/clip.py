@@ -5,7 +5,6 @@ from torch import nn
 
 from megaclip.comm.groups import RankGroup
 from megaclip.comm.parallelism import ONE_RANK
-from megaclip.errors import ConfigError
 from megaclip.models.config import ModelConfig, TimmVisionConfig
 from megaclip.models.dual_encoder import DualEncoder
 from megaclip.models.layers import LayerFactory
@@ -45,8 +44,6 @@ class ClipModel(DualEncoder):
         From last to first, the groups are: attention pooling and projection; last block with norm; each earlier block;
         stem.
         """
-        if unlocked_groups < 0:
-            raise ConfigError(f"the number of unlocked groups is {unlocked_groups}, expected 0 or more")
         tower = self.parts()[name]
         groups = self.layer_groups(tower)
         tower.requires_grad_(False)

@@ -6,6 +6,7 @@ preset. A path reads that JSON file instead: either a bare model description, a 
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ def load_model_config(name_or_path: str | Path, towers: Towers = "auto") -> Mode
         ConfigError: the description does not exist, is not a JSON object, or describes a model that cannot be trained.
     """
     name = str(name_or_path)
-    return describe(model_description(read_card(model_file(name))), name, towers)
+    return describe(read_card(model_file(name))["model_cfg"], name, towers)
 
 
 def model_file(name: str) -> Any:
@@ -38,7 +39,7 @@ def model_file(name: str) -> Any:
         path: Any = presets() / f"{name}.json"
     else:
         path = open_clip_descriptions().get(name, Path(name))
-    if path.is_dir():
+    if os.path.isdir(path):  # False if the name is too long for a file, such as the text of a JSON
         card = card_path(path)
         if card is None:
             raise ConfigError(
@@ -46,7 +47,7 @@ def model_file(name: str) -> Any:
                 "import` has written, or a CLIP or SigLIP of transformers"
             )
         path = card
-    if not path.is_file():
+    if not os.path.isfile(path):
         nearest = closest(name, {*list_models(), *open_clip_descriptions()}, cutoff=0.0)
         raise ConfigError(
             f"unknown model {name!r}; expected a file, a directory with {CARD_NAME}, or a model's name, the nearest of "
@@ -77,8 +78,3 @@ def describe(description: Any, source: str, towers: Towers = "auto") -> ModelDes
             )
         return OpenClipConfig.from_dict(description, source)
     return ModelConfig.from_dict(description, source)
-
-
-def model_description(content: dict[str, Any]) -> Any:
-    """Return the model description in the content of a model card or of a bare model JSON."""
-    return content.get("model_cfg", content)

@@ -10,6 +10,7 @@ model is refused if what `read_card` makes of its config.json differs from it.
 import hashlib
 import json
 import math
+import os
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -50,17 +51,17 @@ _EXACT = "open_clip's towers lack it"
 
 def card_path(directory: Path) -> Path | None:
     """Return the model card in a directory, or the config.json of a CLIP-like model of transformers, or None."""
-    if (directory / CARD_NAME).is_file():
+    if os.path.isfile(directory / CARD_NAME):  # False if the name is too long
         return directory / CARD_NAME
     path = directory / CONFIG_NAME
     try:
-        return path if path.is_file() and str(read_json_object(path).get("model_type")) in CLASSES else None
+        return path if os.path.isfile(path) and str(read_json_object(path).get("model_type")) in CLASSES else None
     except ConfigError:
         return None
 
 
 def read_card(path: Any) -> dict[str, Any]:
-    """Return the content of a model card, or that of transformers' files translated to it.
+    """Return the content of a model card, or that of other files translated to it; "model_cfg" has the description.
 
     path: a model card, a bare model JSON or a config.json, as a `Path` or an entry of `importlib.resources`.
 
@@ -69,7 +70,7 @@ def read_card(path: Any) -> dict[str, Any]:
     """
     content = read_json_object(path)
     if path.name != CONFIG_NAME or content.keys() & {"model_cfg", "embed_dim"}:
-        return content
+        return content if "model_cfg" in content else {"model_cfg": content}
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in CLASSES:
         problem = "has no model_type" if kind is None else f"has the model_type {shortened(repr(kind))}"

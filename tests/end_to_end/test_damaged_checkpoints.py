@@ -180,8 +180,9 @@ def test_a_damaged_export_is_refused(root, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["evaluate.py", str(exported), "--val-data", "none.tar"])
     with pytest.raises(CheckpointError, match=r"is damaged: open_clip_model\.safetensors has changed"):
         evaluate.main()
-    with pytest.raises(CheckpointError, match=r"is damaged: open_clip_model\.safetensors has changed"):
-        load_pretrained(build_model(ModelConfig.from_dict(MODEL)), exported)
+    for path in (exported, exported / "open_clip_model.safetensors"):
+        with pytest.raises(CheckpointError, match=r"is damaged: open_clip_model\.safetensors has changed"):
+            load_pretrained(build_model(ModelConfig.from_dict(MODEL)), path)
 
 
 def current_umask() -> int:

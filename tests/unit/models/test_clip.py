@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megaclip.errors import ConfigError
 from megaclip.models import build_model, load_model_config
 from megaclip.models.build import initialise
 from megaclip.models.vision import PatchDropout
@@ -140,8 +139,3 @@ def test_activation_checkpointing_gives_the_same_gradients(config):
     model.set_activation_checkpointing(None)
     model(*batch())
     assert calls == []
-
-
-def test_negative_number_of_unlocked_groups_is_refused(config):
-    with pytest.raises(ConfigError, match="-1"):
-        build_model(config).lock_tower("image", -1)

@@ -121,6 +121,8 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path, content: bytes, words
 def test_error_for_an_unknown_name_suggests_the_nearest_preset():
     with pytest.raises(ConfigError, match="'ViT-B-32'"):
         load_model_config("ViT-B32")
+    with pytest.raises(ConfigError, match="unknown model"):
+        load_model_config(json.dumps({"vision_cfg": "x" * 300}))  # no file has such a long name
 
 
 def test_error_for_a_directory_without_a_card_names_the_commands_that_write_one(tmp_path):
