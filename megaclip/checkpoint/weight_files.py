@@ -100,8 +100,11 @@ def read_tensors(path_or_dir: str | Path, *, quick_gelu: bool = True) -> StateDi
             continue
         is_dense = isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type == "cpu"
         counts_batches = name.endswith("num_batches_tracked")  # of a batch norm
-        if not is_dense or not (value.is_floating_point() or (counts_batches and value.dtype == torch.int64)):
-            raise CheckpointError(f"{path}: entry {name!r} is a {_kind(value)}, expected a floating-point tensor")
+        is_float = is_dense and value.is_floating_point() and value.dtype.itemsize > 1  # 8 bits have scales elsewhere
+        if not is_float and not (is_dense and counts_batches and value.dtype == torch.int64):
+            raise CheckpointError(
+                f"{path}: entry {name!r} is a {_kind(value)}, expected a floating-point tensor of at least 16 bits"
+            )
         tensors[name] = value
     return from_transformers(tensors) if is_transformers(tensors) else tensors
 

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import Self
 
 from megaclip.errors import ConfigError
@@ -41,6 +41,15 @@ class OpenClipText(DescribedText):
     """Position of the caption's feature in open_clip's text transformer."""
 
 
+class OpenClipDecoder(BaseModel):
+    """The caption decoder (open_clip's `multimodal_cfg`)."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
+
+    context_length: int = Field(77, gt=0)
+    """Largest number of tokens of a caption before its last one."""
+
+
 class OpenClipConfig(Description):
     """A dual encoder of open_clip."""
 
@@ -50,7 +59,7 @@ class OpenClipConfig(Description):
     """Image tower."""
     text_cfg: OpenClipText
     """Text tower and tokenizer."""
-    multimodal_cfg: dict[str, Any] | None = None
+    multimodal_cfg: OpenClipDecoder | None = None
     """Caption decoder (CoCa); None: the model has none."""
     nonscalar_logit_scale: bool = False
     """True: exported scalars have shape (1,) instead of ()."""
@@ -67,8 +76,7 @@ class OpenClipConfig(Description):
             raise ConfigError(f"{source}: {reason}; choose another model (`megaclip show models` lists them)")
         _check_keys(description, source)
         config = cls._validated(description, f"{source}: ")
-        if config.has_decoder:
-            _check_decoder(description, source)
+        _check_decoder(config, source)
         if config.text_cfg.embed_cls and not config.has_text_prefix:
             raise ConfigError(
                 f"{source}: text_cfg.embed_cls true requires custom_text true: without it open_clip's model has no "
@@ -148,10 +156,12 @@ def _check_keys(description: dict[str, Any], source: str) -> None:
         )
 
 
-def _check_decoder(description: dict[str, Any], source: str) -> None:
-    """Raise ConfigError if open_clip could not build a model with a caption decoder, or not train it."""
-    vision, text = description["vision_cfg"], description["text_cfg"]
-    for name, section in (("vision_cfg", vision), ("text_cfg", text)):
+def _check_decoder(config: OpenClipConfig, source: str) -> None:
+    """Raise ConfigError if open_clip could not build the caption decoder of a model that has one, or not train it."""
+    if config.multimodal_cfg is None:
+        return
+    vision, text = config.vision_cfg.model_dump(), config.text_cfg
+    for name, section in (("vision_cfg", vision), ("text_cfg", text.model_dump())):
         if not section.get("output_tokens"):
             raise ConfigError(
                 f"{source}: {name}.output_tokens false, and multimodal_cfg requires true: the decoder reads the tokens "
@@ -162,13 +172,13 @@ def _check_decoder(description: dict[str, Any], source: str) -> None:
             f"{source}: vision_cfg describes an image tower of timm or a ResNet, which return no tokens, and "
             "multimodal_cfg requires them; use open_clip's vision transformer"
         )
-    length, limit = text.get("context_length", 77), description["multimodal_cfg"].get("context_length", 77)
+    length, limit = text.context_length, config.multimodal_cfg.context_length
     if length - 1 > limit:
         raise ConfigError(
             f"{source}: multimodal_cfg.context_length {limit} is too short for text_cfg.context_length {length}; set "
             f"it to {length}"
         )
-    if not description.get("custom_text") and not text.get("hf_model_name"):
+    if not config.has_text_prefix:
         raise ConfigError(
             f"{source}: custom_text false, and multimodal_cfg requires true: without it open_clip builds no decoder; "
             "set it"

@@ -273,15 +273,24 @@ def _preprocessing(directory: Path, kind: str, image_size: int) -> dict[str, Any
             f"{path}: size {json.dumps(used['size'])} with the crop {json.dumps(crop)} does not give the model's "
             f"{image_size} x {image_size} pixels in one step; expected both to be {image_size}"
         )
-    normal = used["do_normalize"]
+    pixels = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+    if used["do_normalize"]:
+        pixels = {name: used[name] for name in pixels}
+    for name, value in pixels.items():
+        if not _has_three_numbers(value):
+            raise ConfigError(f"{path}: {name} is {shortened(json.dumps(value))}; expected three numbers")
     return {
         "size": image_size,
         "mode": "RGB",
-        "mean": used["image_mean"] if normal else [0.0] * 3,
-        "std": used["image_std"] if normal else [1.0] * 3,
+        "mean": pixels["image_mean"],
+        "std": pixels["image_std"],
         "interpolation": interpolation,
         "resize_mode": "squash" if squash else "shortest",
     }
+
+
+def _has_three_numbers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 3 and all(type(one) in (int, float) for one in value)
 
 
 def config_of(description: dict[str, Any], kind: str | None = None) -> dict[str, Any]:
@@ -360,8 +369,9 @@ def processor_of(preprocess: dict[str, Any], image_size: int, kind: str) -> dict
         ConfigError: transformers' image processor has no such preprocessing.
     """
     square, squash = {"height": image_size, "width": image_size}, preprocess["resize_mode"] == "squash"
-    resampling = {name: int(number) for number, name in _RESAMPLING.items()}.get(preprocess["interpolation"])
-    if preprocess["resize_mode"] not in ("squash", "shortest") or resampling is None:
+    resampling = {name: int(number) for number, name in _RESAMPLING.items()}.get(str(preprocess["interpolation"]))
+    is_known = resampling is not None and preprocess["resize_mode"] in ("squash", "shortest")
+    if not is_known or not all(_has_three_numbers(preprocess[name]) for name in ("mean", "std")):
         raise _inexpressible(f"preprocess_cfg {json.dumps(preprocess)}")
     return {
         "image_processor_type": "CLIPImageProcessor" if kind == "clip" else "SiglipImageProcessor",

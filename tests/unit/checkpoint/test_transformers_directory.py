@@ -30,7 +30,7 @@ from megaclip.errors import MegaclipError
 from megaclip.losses import ClipLoss, SigLipLoss
 from megaclip.models import DualEncoder, build_model, load_model_config, meta_model
 from megaclip.models.descriptions import describe
-from megaclip.models.transformers_config import ANY_TOKENIZER, FIELDS, config_of, read_card
+from megaclip.models.transformers_config import ANY_TOKENIZER, FIELDS, config_of, processor_of, read_card
 from megaclip.models.transformers_keys import to_transformers
 from megaclip.open_clip_package import import_torchvision
 
@@ -265,6 +265,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         "does not give the model's 32 x 32 ",
     ),
     "padding": (changed(PROCESSOR, do_pad=True), "do_pad true is not known"),
+    "no mean": (changed(PROCESSOR, image_mean=None, size=32, crop_size=32), "image_mean is null; expected three"),
+    "one deviation": (changed(PROCESSOR, image_std=0.5, size=32, crop_size=32), "image_std is 0.5; expected three"),
     "wrong shape": (reshaped, r"cannot be stacked: their shapes are \[32, 32\], \[32, 32\], \[32, 31\]"),
     "missing part": (in_parts(logit_scale="part2.safetensors"), "lists part2.safetensors, which does not exist"),
     "missing tensor": (in_parts(more="part.safetensors"), "part.safetensors lacks more"),
@@ -446,6 +448,12 @@ def test_a_preset_is_exportable_or_the_setting_is_named(name):
     else:
         with pytest.raises(MegaclipError, match=REFUSED_EXPORTS[name]):
             config_of(description)
+
+
+@pytest.mark.parametrize("wrong", [{"mean": None}, {"std": 0.5}, {"interpolation": ["bicubic"]}, {"resize_mode": []}])
+def test_pixel_settings_of_a_card_that_no_processor_has_are_refused(wrong):
+    with pytest.raises(MegaclipError, match=r"preprocess_cfg .* use --format open_clip"):
+        processor_of({**OPENAI_PREPROCESS, **wrong}, 32, "clip")
 
 
 def test_a_siglip2_whose_patches_do_not_cover_the_image_is_refused():

@@ -142,6 +142,7 @@ REFUSED = {
     "list": (pickled([1, 2]), "does not hold a dictionary"),
     "number": (pickled({**ONE, "visual.proj": 3.0}), "'visual.proj' is a float, expected a floating-point tensor"),
     "integers": (pickled({**ONE, "visual.proj": torch.ones(2, dtype=torch.int64)}), "is a torch.strided tensor of "),
+    "8 bits": (pickled({**ONE, "visual.proj": torch.ones(2).to(torch.float8_e5m2)}), "torch.float8_e5m2 on cpu, expec"),
     "sparse": (pickled({**ONE, "visual.proj": torch.eye(3).to_sparse()}), "is a torch.sparse_coo tensor of "),
     "foreign class": (pickled({"state_dict": ONE, "args": SimpleNamespace(lr=1)}), "it uses types.SimpleNamespace"),
     "torch named": (pickled(ONE), "is a file of torch.save; rename it"),
