@@ -1,4 +1,4 @@
-"""torch.compile of the towers: graphs and their number, equal features and gradients, and the report of a run."""
+"""torch.compile of MegaCLIP's and open_clip's towers: number of graphs, equal results, and the report of a run."""
 
 import math
 from dataclasses import replace
@@ -7,23 +7,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.utils.checkpoint import checkpoint
 
 from megaclip.data import ImageTransform, normalised_pixels
 from megaclip.errors import ConfigError
-from megaclip.models import ClipModel, ModelConfig, attention, build_model, compilation, load_model_config
+from megaclip.models import DualEncoder, attention, build_model, compilation, load_model_config
 from megaclip.models.compilation import compiled_class, compiled_function, compiles_whole_tower, report_compilation
 from megaclip.planner import describe, plan_memory, plan_time
 from megaclip.planner.compile_estimate import compile_estimate
+from tests.open_clip_families import BOTH_RANDOM, FAMILIES, family
 from tests.tolerances import FEATURES, TOWER_GRADIENT, assert_close
 from tests.unit.planner.planner_cases import workload
 
-
-@pytest.fixture
-def config() -> ModelConfig:
-    return load_model_config("demo-tiny").replace(vision_cfg={"patch_dropout": 0.5})
+OWN = "own towers"
 
 
 @pytest.fixture
@@ -35,97 +34,102 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     return counter
 
 
-def batch(size: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(size, 3, 24, 24, generator=generator).double()
-    return images, torch.randint(3, 512, (size, 24), generator=generator)
+def built(name: str, folder: Path) -> DualEncoder:
+    """Return a float64 model in training mode, with the same values at every call: MegaCLIP's, or that of a family."""
+    torch.manual_seed(0)
+    own = load_model_config("demo-tiny").replace(vision_cfg={"patch_dropout": 0.5})
+    return build_model(own if name == OWN else family(name, folder)).double().train()
 
 
-def plain_and_compiled(config: ModelConfig, *, whole: bool, recomputes: bool = False) -> tuple[ClipModel, ClipModel]:
-    plain, compiled = build_model(config).double(), build_model(config).double()
-    compiled.load_state_dict(plain.state_dict())
-    for tower in (compiled.visual, compiled.text):
-        modules = [tower] if whole else compiled.blocks_to_compile(tower)
-        kind = compiled_class(type(modules[0]), recomputes=recomputes)
-        for module in modules:
-            module.__class__ = kind
-    return plain, compiled
+def batch(model: DualEncoder, size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    generator, side = torch.Generator().manual_seed(1), model.config.vision_cfg.image_size
+    images = torch.randn(size, 3, side, side, generator=generator).double()
+    length = model.config.text_cfg.context_length
+    tokens = torch.randint(3, model.vocab_size, (size, length), generator=generator)
+    return images, tokens.index_fill(1, torch.tensor([length - 1]), 2)
 
 
-def features_and_gradients(model: ClipModel, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both features without a graph and with one, for equal random numbers.
-
-    The gradients are added to the parameters.
-    """
-    features = []
+def both_passes(model: nn.Module, *inputs: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the outputs without a graph and with one, for equal random numbers, and the gradients."""
+    outputs, statistics = [], [buffer.clone() for buffer in model.buffers()]
     for with_graph in (False, True):
+        for buffer, value in zip(model.buffers(), statistics, strict=True):
+            buffer.data.copy_(value)
         torch.manual_seed(3)
         with torch.set_grad_enabled(with_graph):
-            features.append(torch.cat([part for part in model(*batch(size))[:2] if part is not None]))
-    features[1].square().cumsum(0).sum().backward()
-    return features[0], features[1].detach()
+            found = model(*inputs)
+            outputs.append(torch.cat(found[:2]) if isinstance(found, tuple) else found)
+    outputs[1].square().cumsum(0).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [output.detach() for output in outputs], gradients
 
 
 @pytest.mark.parametrize(
-    ("whole", "checkpointing", "recomputes"),
+    ("name", "whole", "checkpointing", "recomputes"),
     [
-        (False, False, False),
-        (False, True, True),
-        (True, False, True),
+        (OWN, False, False, False),
+        (OWN, False, True, True),
+        (OWN, True, False, True),
+        (BOTH_RANDOM, False, False, False),
+        ("resnet", True, False, False),
+        *(
+            pytest.param(name, True, False, False, marks=pytest.mark.long)
+            for name in (OWN, *FAMILIES)
+            if name != "resnet"
+        ),
     ],
 )
-def test_compiled_towers_equal_plain_ones_in_both_passes(
-    config: ModelConfig, counter: CompileCounterWithBackend, whole: bool, checkpointing: bool, recomputes: bool
+def test_compiled_towers_have_the_results_of_plain_ones(
+    tmp_path: Path, counter: CompileCounterWithBackend, name: str, whole: bool, checkpointing: bool, recomputes: bool
 ) -> None:
     if recomputes:
         counter.backend = "aot_eager_decomp_partition"  # decides which values to recompute, as inductor does
-    sizes = (2,) if checkpointing or recomputes else (2, 3)
-    models = plain_and_compiled(config, whole=whole, recomputes=recomputes)
-    for model in models:
-        if checkpointing:
+    plain, compiled = built(name, tmp_path), built(name, tmp_path)
+    compiled.compile_towers(whole, lambda block: True, recomputes=recomputes)
+    assert compiled.state_dict().keys() == plain.state_dict().keys()
+    if checkpointing:
+        for model in (plain, compiled):
             model.set_activation_checkpointing(lambda *given: checkpoint(*given, use_reentrant=False))
-    for size in sizes:
-        expected, got = (features_and_gradients(model, size) for model in models)
-        for features in got:  # detects a mask of patches that differs between the passes
-            assert_close(features, expected[0], FEATURES["float64"])
-    # towers x sizes x (with and without gradients); blocks share graphs
-    assert counter.frame_count == 2 * len(sizes) * 2
-    for name, parameter in models[1].named_parameters():
-        if name != "logit_scale":
-            assert_close(parameter.grad, models[0].get_parameter(name).grad, TOWER_GRADIENT, name)
+    expected, got = (both_passes(model, *batch(model)) for model in (plain, compiled))
+    # two towers, with and without gradients; equal blocks share graphs
+    assert counter.frame_count == 4 or (name != OWN and counter.frame_count > 4)
+    for features, bound, found in zip(expected, (FEATURES["float64"], TOWER_GRADIENT), got, strict=True):
+        for of_plain, of_compiled in zip(features, found, strict=True):
+            assert_close(of_compiled, of_plain, bound)
+    for statistic, other in zip(plain.buffers(), compiled.buffers(), strict=True):
+        assert_close(other, statistic, FEATURES["float64"])
 
 
-def test_evaluation_and_single_rows_are_not_compiled(config: ModelConfig, counter: CompileCounterWithBackend) -> None:
-    plain, compiled = plain_and_compiled(config, whole=True)
-    torch.manual_seed(1)
-    expected = plain(*batch(1))[0]
-    torch.manual_seed(1)
-    assert torch.equal(compiled(*batch(1))[0], expected)
-    for model in (plain, compiled):
-        model.eval()
-    assert torch.equal(compiled(*batch(5))[0], plain(*batch(5))[0])
+def test_evaluation_and_single_rows_are_not_compiled(tmp_path: Path, counter: CompileCounterWithBackend) -> None:
+    model = built(OWN, tmp_path)
+    model.compile_towers(True, lambda block: True)
+    model(*batch(model, 1))
+    model.eval()
+    model(*batch(model, 5))
     assert counter.frame_count == 0
 
 
 def test_text_blocks_are_compiled_once_for_every_length_at_which_captions_are_cut(
-    config: ModelConfig, counter: CompileCounterWithBackend
+    tmp_path: Path, counter: CompileCounterWithBackend
 ) -> None:
-    _, compiled = plain_and_compiled(config, whole=False)
-    tokens = batch(3)[1]
+    model = built(OWN, tmp_path)
+    model.compile_towers(False, lambda block: True)
+    tokens = batch(model)[1]
     with torch.no_grad():
         for length in (24, 16, 8, 24, 16, 8):
-            compiled(None, tokens[:, :length])
+            model(None, tokens[:, :length])
     assert counter.frame_count == 3
 
 
 def test_a_preferred_backend_changes_no_result_and_stays_in_the_graph(
-    config: ModelConfig, counter: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, counter: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CPUs have none of the preferred kernels. The last one of the list must compute the same as without the list."""
-    plain, compiled = plain_and_compiled(config, whole=False)
-    expected = features_and_gradients(plain, 2)
+    plain, compiled = built(OWN, tmp_path), built(OWN, tmp_path)
+    compiled.compile_towers(False, lambda block: True)
+    expected, _ = both_passes(plain, *batch(plain))
     monkeypatch.setattr(attention, "_prefers_efficient", lambda *given: True)
-    for features in features_and_gradients(compiled, 2):
+    for features in both_passes(compiled, *batch(plain))[0]:
         assert_close(features, expected[0], FEATURES["float64"])
     assert counter.frame_count == 4
     every = {SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH}
@@ -143,32 +147,83 @@ def test_short_attention_with_narrow_heads_prefers_the_memory_efficient_kernels(
 
 
 def test_a_failed_compilation_is_an_error_that_names_the_setting(
-    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> None:
         raise OSError("no C compiler")
 
     torch.compiler.reset()
     monkeypatch.setattr(compilation, "BACKEND", broken)
-    _, compiled = plain_and_compiled(config, whole=True)
+    model = built(OWN, tmp_path)
+    model.compile_towers(True, lambda block: True)
     with pytest.raises(ConfigError) as failed, report_compilation("auto", step=1):
-        compiled(*batch())
+        model(*batch(model))
     message = str(failed.value)
     assert message.startswith('megaclip.compile is "auto", and torch.compile failed: OSError: no C compiler; set ')
     assert "set megaclip.compile to false, or " in message and "\n" not in message
 
 
 def test_the_seconds_of_both_graphs_are_logged_once(
-    config: ModelConfig, counter: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, counter: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(compilation.logger, "info", lambda text, *values: lines.append(text % values))
-    _, compiled = plain_and_compiled(config, whole=True)
+    model = built(OWN, tmp_path)
+    model.compile_towers(True, lambda block: True)
     for step in (1, 2):
         with report_compilation(True, step):
-            features_and_gradients(compiled, 2)
+            both_passes(model, *batch(model))
     (line,) = lines
     assert line.startswith("step 1: torch.compile took ") and float(line.split()[4]) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "expected"),
+    [
+        ("vit", True, "compiled image tower and text blocks"),  # its captions are cut
+        (BOTH_RANDOM, True, "compiled image tower and text tower"),
+        (BOTH_RANDOM, False, "compiled image blocks and text blocks"),
+    ],
+)
+def test_what_is_compiled(tmp_path: Path, name: str, whole: bool, expected: str) -> None:
+    assert built(name, tmp_path).compile_towers(whole, lambda block: True) == expected
+
+
+def test_blocks_that_must_not_be_compiled_are_left_out(tmp_path: Path, counter: CompileCounterWithBackend) -> None:
+    model = built("vit", tmp_path)
+    assert model.compile_towers(False, lambda block: False) == "compiled image tower not and text tower not"
+    model(*batch(model))
+    assert counter.frame_count == 0
+
+
+class WithDropout(nn.Module):
+    """Two layers with dropout between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.dropout = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.dropout(self.first(x)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("falls_back", [True, False])
+def test_the_compilers_dropout_is_that_of_plain_pytorch(falls_back: bool) -> None:
+    """With PyTorch's random numbers, which `compiled_class` selects, the masks equal those of plain PyTorch.
+
+    With inductor's own random numbers they differ, so the test can fail.
+    """
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    plain, compiled = WithDropout(), WithDropout()
+    compiled.load_state_dict(plain.state_dict())
+    compiled.__class__ = compiled_class(WithDropout)
+    x = torch.randn(16, 8)
+    with torch._inductor.config.patch(fallback_random=falls_back):
+        expected, got = (both_passes(model, x)[0] for model in (plain, compiled))
+    equal = [torch.allclose(*pair, atol=1e-4) for pair in zip(expected, got, strict=True)]
+    assert equal == [falls_back, falls_back]
 
 
 def test_blocks_are_compiled_where_they_are_called_one_by_one() -> None:
