@@ -140,8 +140,8 @@ class DualEncoder(nn.Module, abc.ABC):
         return features[: len(images)], features[len(images) :]
 
     def _encode(self, tower: nn.Module, inputs: torch.Tensor, *others: Pieces) -> torch.Tensor:
-        features = self._features(tower, gather_rows(inputs, group=self.tensor), *others)
-        return _unit_length(own_rows(features, self.tensor))
+        features = own_rows(self._features(tower, gather_rows(inputs, group=self.tensor), *others), self.tensor)
+        return F.normalize(_at_least_float32(features), dim=-1).to(features.dtype)
 
     def _features(self, tower: nn.Module, inputs: torch.Tensor, *others: Pieces) -> torch.Tensor:
         """Return features (b, D) that are not yet of unit length."""
@@ -297,10 +297,6 @@ class DualEncoder(nn.Module, abc.ABC):
             for name, parameter in self.named_parameters()
             if len(gathered_shape(parameter)) < 2 or any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
         }
-
-
-def _unit_length(features: torch.Tensor) -> torch.Tensor:
-    return F.normalize(_at_least_float32(features), dim=-1).to(features.dtype)
 
 
 def _at_least_float32(x: torch.Tensor) -> torch.Tensor:

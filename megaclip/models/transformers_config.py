@@ -309,7 +309,7 @@ def config_of(description: dict[str, Any], kind: str | None = None) -> dict[str,
         raise _inexpressible(foreign)
     model = ModelConfig.from_dict(description)
     vision, text, width = model.vision_cfg, model.text_cfg, model.embed_dim
-    kind = "clip" if name is None else kind or "siglip"
+    kind = "clip" if name is None else "siglip2" if kind == "siglip2" else "siglip"  # a card may have any value
     if (model.init_logit_bias is None) != (kind == "clip"):
         raise _inexpressible(f"init_logit_bias {json.dumps(model.init_logit_bias)}")
     sections: dict[str, Any] = {

@@ -456,6 +456,11 @@ def test_pixel_settings_of_a_card_that_no_processor_has_are_refused(wrong):
         processor_of({**OPENAI_PREPROCESS, **wrong}, 32, "clip")
 
 
+def test_a_card_with_another_kind_of_model_is_exported_as_its_towers():
+    assert config_of(load_model_config("ViT-B-32").to_open_clip(), "siglip2")["model_type"] == "clip"
+    assert config_of(load_model_config("ViT-B-16-SigLIP").to_open_clip(), "x")["model_type"] == "siglip"
+
+
 def test_a_siglip2_whose_patches_do_not_cover_the_image_is_refused():
     with pytest.raises(MegaclipError, match=r"vision_cfg.image_size 384: "):
         config_of(load_model_config("ViT-SO400M-14-SigLIP-384").to_open_clip(), "siglip2")
