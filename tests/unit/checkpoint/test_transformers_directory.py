@@ -408,7 +408,7 @@ def test_verify_finds_another_model_processor_and_tokenizer(tmp_path):
     assert difference().max_abs_diff > TOLERANCE
 
 
-@pytest.mark.parametrize("clean", ["whitespace", "lower", "canonicalize"])
+@pytest.mark.parametrize("clean", ["whitespace", "canonicalize"])
 def test_cleaning_of_captions_is_part_of_the_exported_tokenizer(clean, tmp_path):
     captions = [f"two dogs {word} in the snow" for word in ("playing", "run", "sleep", "sit", "jump")]
     train_sentencepiece(captions, tmp_path / "spm.model", vocab_size=60, model_type="unigram")

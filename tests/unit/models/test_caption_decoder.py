@@ -15,9 +15,8 @@ from megaclip.open_clip_package import import_open_clip
 from tests.open_clip_families import COCA, CUT_CONTEXT_LENGTH, IMAGE_SIZE, VOCAB_SIZE, family
 
 CASES = {
-    "attentional pooling": {},
+    "attentional pooling": {"text_cfg": {"pad_id": 3}},
     "patch tokens": {"vision_cfg": {"attentional_pool": False}, "init_logit_bias": -3.0},
-    "padding 3": {"text_cfg": {"pad_id": 3}},
 }
 
 
