@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from megaclip.comm.collectives import gather_rows
 from megaclip.comm.groups import RankGroup
@@ -284,8 +285,8 @@ class DualEncoder(nn.Module, abc.ABC):
                 setattr(module, name, buffer.to(device))
 
     def statistics(self, tower: nn.Module) -> list[torch.Tensor]:
-        """Return the running statistics that the forward passes of a tower in training change; none by default."""
-        return []
+        """Return the buffers of a tower's batch norms, which its forward passes in training change."""
+        return [buffer for module in tower.modules() if isinstance(module, _BatchNorm) for buffer in module.buffers()]
 
     def no_weight_decay_names(self) -> set[str]:
         """Return the names of the parameters that open_clip trains without weight decay.

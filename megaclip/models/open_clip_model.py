@@ -142,10 +142,6 @@ class OpenClipModel(DualEncoder):
                 f"{type(error).__name__}: {first_line(error)}; use 0, or a smaller number"
             ) from None
 
-    def statistics(self, tower: nn.Module) -> list[torch.Tensor]:
-        """Return the buffers of the tower's batch norms."""
-        return [buffer for module in tower.modules() if isinstance(module, _BatchNorm) for buffer in module.buffers()]
-
     @property
     def vocab_size(self) -> int:
         """Number of token ids of the text tower."""
