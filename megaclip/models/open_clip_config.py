@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict
 from typing_extensions import Self
 
 from megaclip.errors import ConfigError
@@ -41,15 +41,6 @@ class OpenClipText(DescribedText):
     """Position of the caption's feature in open_clip's text transformer."""
 
 
-class OpenClipDecoder(BaseModel):
-    """The caption decoder (open_clip's `multimodal_cfg`)."""
-
-    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
-
-    context_length: int = Field(77, gt=0)
-    """Largest number of tokens of a caption before its last one."""
-
-
 class OpenClipConfig(Description):
     """A dual encoder of open_clip."""
 
@@ -59,7 +50,7 @@ class OpenClipConfig(Description):
     """Image tower."""
     text_cfg: OpenClipText
     """Text tower and tokenizer."""
-    multimodal_cfg: OpenClipDecoder | None = None
+    multimodal_cfg: dict[str, Any] | None = None
     """Caption decoder (CoCa); None: the model has none."""
     nonscalar_logit_scale: bool = False
     """True: exported scalars have shape (1,) instead of ()."""
@@ -172,11 +163,11 @@ def _check_decoder(config: OpenClipConfig, source: str) -> None:
             f"{source}: vision_cfg describes an image tower of timm or a ResNet, which return no tokens, and "
             "multimodal_cfg requires them; use open_clip's vision transformer"
         )
-    length, limit = text.context_length, config.multimodal_cfg.context_length
-    if length - 1 > limit:
+    length, limit = text.context_length, config.multimodal_cfg.get("context_length", 77)
+    if not isinstance(limit, int) or length - 1 > limit:
         raise ConfigError(
-            f"{source}: multimodal_cfg.context_length {limit} is too short for text_cfg.context_length {length}; set "
-            f"it to {length}"
+            f"{source}: multimodal_cfg.context_length {json.dumps(limit)} is too short for text_cfg.context_length "
+            f"{length}; set it to {length}"
         )
     if not config.has_text_prefix:
         raise ConfigError(
