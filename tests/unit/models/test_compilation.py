@@ -71,12 +71,7 @@ def both_passes(model: nn.Module, *inputs: torch.Tensor) -> tuple[list[torch.Ten
         (OWN, False, True, True),
         (OWN, True, False, True),
         (BOTH_RANDOM, False, False, False),
-        ("resnet", True, False, False),
-        *(
-            pytest.param(name, True, False, False, marks=pytest.mark.long)
-            for name in (OWN, *FAMILIES)
-            if name != "resnet"
-        ),
+        *(pytest.param(name, True, False, False, marks=pytest.mark.long) for name in (OWN, *FAMILIES)),
     ],
 )
 def test_compiled_towers_have_the_results_of_plain_ones(
