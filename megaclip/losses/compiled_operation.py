@@ -43,6 +43,12 @@ def _digest_of_source() -> str:
 
 
 _SOURCE = _digest_of_source()
+_SCHEMA = (
+    "(Tensor x, Tensor y, Tensor logit_scale, Tensor? logit_bias, Tensor? negatives, Tensor? ids, Tensor? negative_ids,"
+    " Tensor? negative_rows, Tensor? weights, str settings, str group, bool gradients, str source)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+"""Arguments of the operation of a loss, which begin with `LossInputs`, and its results: those of `LossAndSums`."""
 
 _finish_both = torch.library.custom_op("megaclip::finish_gradients", rows.finish_gradients, mutates_args=())
 
@@ -65,38 +71,26 @@ def register_loss(name: str, loss_class: type[SummedLoss]) -> Any:
     def construct(settings: str) -> SummedLoss:
         return loss_class(**json.loads(settings))
 
-    def run(
-        x: Tensor,
-        y: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None,
-        negatives: Tensor | None,
-        ids: Tensor | None,
-        negative_ids: Tensor | None,
-        negative_rows: Tensor | None,
-        weights: Tensor | None,
-        settings: str,
-        group: str,
-        gradients: bool,
-        source: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        inputs = LossInputs(x, y, logit_scale, logit_bias, negatives, ids, negative_ids, negative_rows, weights)
+    def run(*arguments: Any) -> tuple[Tensor, ...]:
+        *tensors, settings, group, gradients, _ = arguments
+        inputs = LossInputs(*tensors)
         found = construct(settings).evaluate(inputs, ranks=named(group), gradients=gradients)
-        nowhere = x.new_empty(0, dtype=torch.int64)
-        # Ignored types: mypy does not know the length of a tuple with an unpacked generator.
+        nowhere = inputs.x.new_empty(0, dtype=torch.int64)
         if not gradients:
-            return found.loss, *(found.loss.new_empty(0) for _ in range(7)), nowhere  # type: ignore[return-value]
+            return found.loss, *(found.loss.new_empty(0) for _ in range(7)), nowhere
         # Results of an operation must not share memory with each other or with its arguments.
         loss, dx, dy, pull, *others, places = found
-        copies = (other.to(x.device, copy=True) for other in others)
-        return loss, dx, dy, pull, *copies, nowhere if places is None else places  # type: ignore[return-value]
+        copies = (other.to(inputs.x.device, copy=True) for other in others)
+        return loss, dx, dy, pull, *copies, nowhere if places is None else places
 
-    def fake(x: Tensor, y: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        negatives, gradients = others[2], others[-2]
+    def fake(*arguments: Any) -> tuple[Tensor, ...]:
+        *tensors, settings, _, gradients, _ = arguments
+        inputs = LossInputs(*tensors)
+        x, y, negatives = inputs.x, inputs.y, inputs.negatives
         sums = x.new_empty((), dtype=accumulation_dtype(x))
         last = (0,) if negatives is None else negatives.shape
         shapes = (x.shape, y.shape, x.shape[:1], (), (), (), last) if gradients else ((0,),) * 7
-        ordered = gradients and needs_order(LossInputs(x, y, *others[:7]), construct(others[7]).settings.ids)
+        ordered = gradients and needs_order(inputs, construct(settings).settings.ids)
         places = x.new_empty(x.shape[:1] if ordered else (0,), dtype=torch.int64)
         return sums, *(sums.new_empty(shape) for shape in shapes), places
 
@@ -112,7 +106,7 @@ def register_loss(name: str, loss_class: type[SummedLoss]) -> Any:
     # Ranks exchange messages through their hosts, which a CUDA graph cannot repeat. Older versions of PyTorch lack the
     # tag.
     tags = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
-    operation = torch.library.custom_op(f"megaclip::{name}", run, mutates_args=(), tags=tags)
+    operation = torch.library.custom_op(f"megaclip::{name}", run, mutates_args=(), schema=_SCHEMA, tags=tags)
     operation.register_fake(fake)
     operation.register_autograd(backward, setup_context=keep)
     return operation

@@ -30,6 +30,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from megaclip.ops.tiles_torch import tf32
 from megaclip.ops.tiles_triton_blocks import INTERPRETED, Block, TileConfig, Tiling, cdiv, part
 from megaclip.ops.tiles_triton_common import _merge_stats_kernel, _tile_limits_kernel
 from megaclip.ops.tiles_triton_kernels import _tile_grads_kernel, _tile_sigmoid_kernel, _tile_stats_kernel
@@ -266,10 +267,6 @@ def _stride(vector: Tensor) -> int:
 @contextlib.contextmanager
 def _launching(tiling: Tiling) -> Iterator[None]:
     """Make x's device the current one, where Triton launches, and set whether the library may use TF32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = not tiling.exact
-    try:
-        with torch.cuda.device(tiling.x.device) if tiling.x.is_cuda else contextlib.nullcontext():
-            yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+    device = torch.cuda.device(tiling.x.device) if tiling.x.is_cuda else contextlib.nullcontext()
+    with tf32(not tiling.exact), device:
+        yield
