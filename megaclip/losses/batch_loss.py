@@ -190,7 +190,8 @@ def as_scalar(value: Any, features: Tensor) -> Tensor:
 
     Anything else is returned unchanged. `check_features` raises for it, on all ranks.
     """
-    if isinstance(value, Tensor) or not hasattr(value, "__float__"):
+    # The compiler traces the type of a number, but not its attributes.
+    if isinstance(value, Tensor) or not (isinstance(value, int | float) or hasattr(value, "__float__")):
         return value
     try:
         number = float(value)
