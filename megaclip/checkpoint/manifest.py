@@ -121,7 +121,7 @@ def require_whole(path: Path) -> None:
 
     path: the folder, or one of its files, of which the others may be damaged.
     """
-    folder, name = (path.parent, path.name) if path.is_file() else (path, "")
+    folder, name = (path.parent, f"{path.name} ") if path.is_file() else (path, "")
     present = any(gather_objects((folder / MANIFEST).exists()))
     problems = find_damage_on_all_ranks(folder) if present else []
     if problems := [problem for problem in problems if problem.startswith(name)]:
