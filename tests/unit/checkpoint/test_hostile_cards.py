@@ -114,6 +114,9 @@ def test_links_of_the_hugging_face_cache_and_inside_the_directory_are_followed(t
     copied = {"tokenizer.json", "tokenizer.model", "vocab.json", CARD_NAME, MANIFEST, "open_clip_model.safetensors"}
     assert set(os.listdir(tmp_path / "out")) == copied
     assert not any((tmp_path / "out" / name).is_symlink() for name in copied)
+    (tmp_path / "secret").touch()
+    (snapshot / "more.json").symlink_to("../../../secret")  # beside the cache
+    assert "outside the directory" in run_import(snapshot, tmp_path / "other")
 
 
 @pytest.mark.parametrize("layers", [2, [1, 1, 1, 1]], ids=["own", "open_clip"])
