@@ -19,11 +19,9 @@ STEPS, LAST = 4, "step_00000004"
 
 def test_adapters_resume_and_export_and_refuse_other_weights(tiny_run, tmp_path, monkeypatch, capsys):
     config = load_model_config(str(tiny_run / "model.json"))
-    tokenizer = load_tokenizer(str(tiny_run / "tokenizer.model"), config.text_cfg.context_length)
-    config = config.replace(text_cfg=tokenizer.write_open_clip(tmp_path / "base"))
     for seed, name in enumerate(("base", "other")):
         torch.manual_seed(seed)
-        write_model_card(tmp_path / name, config, OPENAI_PREPROCESS, tokenizer.files)
+        (tmp_path / name).mkdir()
         write_weights(tmp_path / name, build_model(config).state_dict(), config)
     section = DS_CONFIG["megaclip"] | {"lora": {"rank": 4, "dropout": 0.1, "towers": ["image"]}, "ema_decay": 0.8}
     settings = {}
@@ -31,11 +29,6 @@ def test_adapters_resume_and_export_and_refuse_other_weights(tiny_run, tmp_path,
         settings[stage] = tmp_path / f"zero{stage}.json"
         content = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}, "megaclip": section}
         settings[stage].write_text(json.dumps(DS_CONFIG | content))
-    teachers = {"teachers": [{"model": str(tmp_path / "base")}], "feature_weight": 1.0, "project": True}
-    objective = {"objective": "distillation", "objective_settings": teachers, "lora": {"rank": 4}}
-    (tmp_path / "objective.json").write_text(json.dumps(DS_CONFIG | {"megaclip": DS_CONFIG["megaclip"] | objective}))
-    cached = {"no_augmentation": [], "lock_image": [], "feature_cache": tmp_path / "cache"}
-    one = {"train_steps": 1, "pretrained": tmp_path / "base"}
     shared = {"train_steps": STEPS, "save_every_steps": 2, "keep_last": 9, "pretrained": tmp_path / "base"}
     second = tmp_path / "whole/checkpoints/step_00000002"
     commands = [
@@ -45,17 +38,14 @@ def test_adapters_resume_and_export_and_refuse_other_weights(tiny_run, tmp_path,
         flags(tiny_run, settings[2], tmp_path, name="o", resume=second, **shared | {"pretrained": tmp_path / "other"}),
         flags(tiny_run, settings[2], tmp_path, name="random", **shared | {"pretrained": None}),
         flags(tiny_run, settings[2], tmp_path, name="locked", lock_image=[], **shared),
-        flags(tiny_run, tmp_path / "objective.json", tmp_path, name="cached", **one, **cached),
-        flags(tiny_run, tmp_path / "objective.json", tmp_path, name="objective", **one),
     ]
-    *ends, other, random, locked, without_images, with_objective = run_in_ranks(commands)
+    *ends, other, random, locked = run_in_ranks(commands)
     assert all(end.exit_code == 0 for command in ends for end in command), [command[0].output for command in ends]
     assert "LoRA: adapters of rank 4 at 12 layers" in ends[0][0].output
     for (end, _), message in (
         (other, "the checkpoint's adapters were trained on weights with SHA-256"),
         (random, "megaclip.lora requires --pretrained"),
         (locked, "--lock-image cannot be used with megaclip.lora"),
-        (without_images, "--feature-cache keeps neither images nor extra fields"),
     ):
         assert end.exit_code == 78 and message in end.errors[0], end.output
 
@@ -82,7 +72,27 @@ def test_adapters_resume_and_export_and_refuse_other_weights(tiny_run, tmp_path,
     assert "without logit_scale 2.6" in capsys.readouterr().out
     assert json.loads((tmp_path / "peft/adapter_config.json").read_text())["r"] == 4
 
-    assert [end.exit_code for end in with_objective] == [0, 0], with_objective[0].output
-    assert "objective.image_0.weight" in SavedStates.open(tmp_path / "objective/checkpoints/step_00000001").shapes
-    monkeypatch.setattr(sys, "argv", ["export", str(tmp_path / "objective"), str(tmp_path / "out"), "--verify"])
-    export_open_clip.main()
+
+def test_an_objective_trains_its_parameters_beside_adapters(tiny_run, tmp_path, monkeypatch):
+    """With --feature-cache there are no images that it could read."""
+    config, path = load_model_config(str(tiny_run / "model.json")), tmp_path / "config.json"
+    tokenizer = load_tokenizer(str(tiny_run / "tokenizer.model"), config.text_cfg.context_length)
+    config = config.replace(text_cfg=tokenizer.write_open_clip(tmp_path / "base"))
+    write_model_card(tmp_path / "base", config, OPENAI_PREPROCESS, tokenizer.files)
+    write_weights(tmp_path / "base", build_model(config).state_dict(), config)
+    teachers = {"teachers": [{"model": str(tmp_path / "base")}], "feature_weight": 1.0, "project": True}
+    section = {"objective": "distillation", "objective_settings": teachers, "lora": {"rank": 4}}
+    path.write_text(json.dumps(DS_CONFIG | {"megaclip": DS_CONFIG["megaclip"] | section}))
+    shared = {"train_steps": 1, "pretrained": tmp_path / "base"}
+    cached = {"no_augmentation": [], "lock_image": [], "feature_cache": tmp_path / "cache"}
+    (first, second), (refused, _) = run_in_ranks(
+        [
+            flags(tiny_run, path, tmp_path, name="run", **shared),
+            flags(tiny_run, path, tmp_path, name="cached", **shared, **cached),
+        ]
+    )
+    assert (first.exit_code, second.exit_code) == (0, 0), first.output
+    assert refused.exit_code == 78 and "--feature-cache keeps neither images nor extra fields" in refused.errors[0]
+    assert "objective.image_0.weight" in SavedStates.open(tmp_path / "run/checkpoints/step_00000001").shapes
+    monkeypatch.setattr(sys, "argv", ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--verify"])
+    export_open_clip.main()  # exits if open_clip's features differ
