@@ -26,7 +26,7 @@ from megaclip.engine.equal_inputs import data_text, require_equal
 from megaclip.engine.saved_model import SavedModel
 from megaclip.errors import REFUSED_EXIT_CODE, ConfigError, DataError, public
 from megaclip.evaluation import Evaluator
-from megaclip.evaluation.suite import DATACOMP_TASKS, Task, find_tasks, open_task, score_task, several_folders
+from megaclip.evaluation.suite import DATACOMP_TASKS, Task, find_tasks, open_task, score_task
 from megaclip.files import write_atomically
 
 _FORMAT = 1
@@ -50,7 +50,7 @@ def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, evaluator: 
         keys = [task.key for task in tasks]
         if group_rank() == 0 and arguments.json is not None:
             of_model = _model_checksum(model, f"{arguments.precision}, probe: {arguments.probe}")
-            checksums = {task.key: _checksum(task, of_model) for task in counted if keys.count(task.key) == 1}
+            checksums = {task.key: _checksum(task, of_model) for task in counted if not task.is_repeated}
             lines = _kept(arguments.json, checksums)
     require_equal({"--suite": f"tasks {', '.join(keys)}"})
     lines, errors = gather_objects(lines)[0], dict[str, str]()
@@ -63,8 +63,6 @@ def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, evaluator: 
         if task.key in lines:
             continue
         try:
-            if keys.count(task.key) > 1:
-                raise DataError(several_folders(task.key))
             with raise_on_all_ranks():
                 data = open_task(task)
             require_equal({f"the task {task.key}": data_text(data)})

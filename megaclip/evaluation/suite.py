@@ -8,7 +8,7 @@ of its images. Other sets have the main metric of their kind, such as accuracy.
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class Task:
     folder: Path
     items: Path | None = None
     """File of a set of items."""
+    is_repeated: bool = False
+    """Another folder of the suite has the same key."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -68,7 +70,8 @@ def find_tasks(suite: Path) -> list[Task]:
         raise DataError(f"cannot read the suite {str(suite)!r}: {os_reason(error)}") from error
     if not tasks:
         raise DataError(f"the suite {str(suite)!r} has no sub-folders; expected one per task, such as wds_cars_test")
-    return sorted(tasks, key=lambda task: task.key)
+    counts = Counter(task.key for task in tasks)
+    return [replace(task, is_repeated=counts[task.key] > 1) for task in sorted(tasks, key=lambda task: task.key)]
 
 
 def _key_of(name: str) -> str:
@@ -86,6 +89,8 @@ def open_task(task: Task) -> TaskData:
 
     Raises DataError, with one line, if the data is missing or cannot be read.
     """
+    if task.is_repeated:
+        raise DataError(f"several folders are {task.key}; keep one of them in the suite, or rename the others")
     if task.items is not None:
         return open_items(task.key, task.items)
     try:
@@ -103,16 +108,7 @@ def open_task(task: Task) -> TaskData:
 
 def open_suite(suite: Path) -> list[tuple[Task, TaskData]]:
     """Return the tasks of a folder that have a main metric, with their data. Raises DataError if one cannot be read."""
-    tasks = [task for task in find_tasks(suite) if task.is_counted]
-    for key, count in Counter(task.key for task in tasks).items():
-        if count > 1:
-            raise DataError(several_folders(key))
-    return [(task, open_task(task)) for task in tasks]
-
-
-def several_folders(key: str) -> str:
-    """Return the error for a key that several folders have."""
-    return f"several folders are {key}; keep one of them in the suite, or rename the others"
+    return [(task, open_task(task)) for task in find_tasks(suite) if task.is_counted]
 
 
 def score_task(evaluator: Evaluator, task: Task, data: TaskData, *, probe: bool = False) -> dict[str, Any]:
