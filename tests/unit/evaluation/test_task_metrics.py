@@ -29,7 +29,7 @@ from megaclip.evaluation.zero_shot import Classified, classify
 from tests.evaluation_oracle import coarse_features
 
 TIE = 1e-6
-SEEDS = range(4)
+SEEDS = range(2)
 
 
 def classified(features: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> Classified:
@@ -38,8 +38,9 @@ def classified(features: np.ndarray, labels: np.ndarray, weights: np.ndarray) ->
 
 
 @pytest.mark.filterwarnings("ignore:y_pred contains classes not in y_true")
-@pytest.mark.parametrize("tile_budget_mib", [128, 1e-4])
-@pytest.mark.parametrize("class_count", [2, 4, 5, 17])
+@pytest.mark.parametrize(
+    ("class_count", "tile_budget_mib"), [(2, 128), (4, 1e-4), (5, 128), (5, 1e-4), (17, 128), (17, 1e-4)]
+)
 def test_accuracies_are_those_of_scikit_learn(
     class_count: int, tile_budget_mib: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
