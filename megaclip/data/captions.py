@@ -133,10 +133,6 @@ class CaptionKeys:
         return cleaned(texts, key)
 
 
-TEXT_FILES = CaptionKeys()
-"""Captions in text files: the default."""
-
-
 def decoded(content: bytes, key: str) -> str:
     """Return the text in `content`. key: origin of the sample. Raises BadSample if it is not UTF-8."""
     try:

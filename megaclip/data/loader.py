@@ -129,7 +129,7 @@ class TrainLoader:
         if features is None:
             decoder = image_decoder(on_gpu=gpu_decoder is not None) if transform.training else "Pillow"
             log_once(_logger.info, f"training images are decoded and resized by {decoder}")
-        reader = TrainReader(dataset, transform, tokenizer, seed, features)
+        self._reader = TrainReader(dataset, transform, tokenizer, seed, features)
         self._cache: ShardCache | None = None
         if shards := dataset.remote_shards(shard_cache):
             if shard_cache is None:
@@ -139,7 +139,6 @@ class TrainLoader:
                 self._cache = ShardCache(shard_cache, shard_cache_bytes, shards, order.shards_from, start)
         elif shard_cache is not None:
             raise DataError("--shard-cache has no effect without URLs of tar shards in --train-data; leave it out")
-        self._load = functools.partial(_load_train, order, reader, slots, rank, world_size)
         self._batches = WorkerResults(
             self._load,
             self._schedule(samples_consumed),
@@ -216,6 +215,12 @@ class TrainLoader:
             for name, values in again.fields.items():
                 batch.fields[name][row] = values[0]
 
+    def _load(self, item: tuple[int, int, slice, int, bool]) -> Loaded:
+        """Read an item of `_schedule`, in a worker or in this process."""
+        start, micro_batch, rows, slot, for_gpu = item
+        positions = rank_positions(start, micro_batch, self._micro_batch_size, self._rank, self._world_size)[rows]
+        return self._reader.read(*self._order.visit(positions), self.slots[slot, rows], for_gpu=for_gpu)
+
     def _schedule(self, samples_consumed: int) -> Iterator[tuple[int, int, slice, int, bool]]:
         """Yield work items without end: (position where the step begins, micro-batch of the step, rows, slot, whether a
         GPU decodes)."""
@@ -284,24 +289,6 @@ def check_batch(contrastive_batch: int, order: SampleOrder | MixtureOrder) -> No
         )
 
 
-def _load_train(
-    order: SampleOrder | MixtureOrder,
-    reader: TrainReader,
-    slots: Tensor,
-    rank: int,
-    world_size: int,
-    item: tuple[int, int, slice, int, bool],
-) -> Loaded:
-    start, micro_batch, rows, slot, for_gpu = item
-    positions = rank_positions(start, micro_batch, slots.shape[1], rank, world_size)[rows]
-    return reader.read(*order.visit(positions), slots[slot, rows], for_gpu=for_gpu)
-
-
-def _load_evaluation(reader: EvaluationReader, slots: Tensor, item: tuple[np.ndarray, int]) -> Loaded:
-    ids, slot = item
-    return reader.read(ids, slots[slot])
-
-
 @dataclasses.dataclass(eq=False)
 class EvaluationLoader:
     """Iterable over every sample of a dataset, spread over the ranks. It may be iterated several times.
@@ -335,7 +322,7 @@ class EvaluationLoader:
         slots = shared_pixels((ahead + 1, self.batch_size, 3, self.transform.size, self.transform.size))
         turns = [batch % len(slots) for batch in range(len(self))]
         results = WorkerResults(
-            functools.partial(_load_evaluation, reader, slots),
+            lambda item: reader.read(item[0], slots[item[1]]),
             zip(self._rank_ids(), turns, strict=True),
             num_workers=self.num_workers,
             describe_row=functools.partial(_describe_row, self.dataset),

@@ -24,16 +24,7 @@ from typing import Any
 import numpy as np
 
 from megaclip.data.batch import BadSample, Captions, RawSample
-from megaclip.data.captions import (
-    JSON,
-    TEXT_FILES,
-    CaptionKeys,
-    captions_of,
-    check_fields,
-    json_record,
-    spread,
-    text_fields,
-)
+from megaclip.data.captions import JSON, CaptionKeys, captions_of, check_fields, json_record, spread, text_fields
 from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.index import open_index, reading
 from megaclip.data.remote import THREADS, RemoteFile
@@ -59,7 +50,7 @@ class TarShards:
         paths: Sequence[str | Path] | Sequence[RemoteFile],
         *,
         image_extensions: Sequence[str] = (),
-        caption_keys: Sequence[CaptionKeys] = (TEXT_FILES,),
+        caption_keys: Sequence[CaptionKeys] = (CaptionKeys(),),
         field_extensions: Mapping[str, str] | None = None,
     ) -> None:
         """paths: all local, or all remote. field_extensions: name -> extension of the members with an extra field.

@@ -65,6 +65,29 @@ def write_table(path: Path, rows: list[dict], separator: str = ",") -> str:
     return str(path)
 
 
+def write_json_pairs(folder: Path, records: Iterable[dict | bytes]) -> tuple[str, str]:
+    """Write pictures, each with a JSON file, as img2dataset does: as a tar shard and as a folder. Return both."""
+    members = []
+    for number, record in enumerate(records):
+        content = record if isinstance(record, bytes) else json.dumps(record).encode()
+        members += [(f"{number:06d}.png", picture(number)), (f"{number:06d}.json", content)]
+    (folder / "files").mkdir(parents=True)
+    for name, content in members:
+        (folder / "files" / name).write_bytes(content)
+    return str(write_tar(folder / "tars" / "0.tar", members)), str(folder / "files")
+
+
+def outcomes(dataset):
+    """Return the caption of every sample, or the kind of a bad one."""
+    found = []
+    for number in range(len(dataset)):
+        try:
+            found.append(dataset.read(number).caption)
+        except Exception as bad:
+            found.append(bad.kind)
+    return found
+
+
 def texts():
     return [f"caption {n}" for n in range(COUNT)]
 
@@ -78,12 +101,12 @@ def images(dataset):
 
 
 def write_folder_of_pairs(folder):
-    """Write a .txt file beside each picture, in folders of different depth."""
+    """Write a text file beside each picture, in folders of different depth."""
     for number, text in enumerate(texts()):
         place = folder / ("deep/er" if number > 2 else "")
         place.mkdir(parents=True, exist_ok=True)
         (place / f"{number}.JPG").write_bytes(picture(number))
-        (place / f"{number}.txt").write_text(text)
+        (place / f"{number}.{('txt', 'caption', 'text')[number % 3]}").write_text(text)
     (folder / ".hidden.jpg").write_bytes(b"")
     (folder / ".ipynb_checkpoints").mkdir()
     (folder / ".ipynb_checkpoints" / "0-checkpoint.jpg").write_bytes(picture(0))

@@ -10,7 +10,7 @@ from megaclip.data.batch import BadSample, Captions, WeightedKey
 from megaclip.data.captions import weighted_keys
 from megaclip.data.sources import check_manifest
 from megaclip.errors import DataError
-from tests.unit.data.data_samples import picture, write_table, write_tar
+from tests.unit.data.data_samples import picture, write_json_pairs, write_table, write_tar
 
 RECORDS = [
     {"short": "s 0", "long": ["l 0", "l 10"], "a:b,c": "x 0"},
@@ -22,21 +22,9 @@ RECORDS = [
 """Sample 3 has neither `short` nor `long`."""
 
 
-def tar_of_json(folder):
-    members = [m for n, r in enumerate(RECORDS) for m in ((f"{n}.png", picture(n)), (f"{n}.json", encoded(r)))]
-    return write_tar(folder / "shard.tar", members)
-
-
-def folder_of_json(folder):
-    for number, record in enumerate(RECORDS):
-        (folder / f"{number}.png").write_bytes(picture(number))
-        (folder / f"{number}.json").write_bytes(encoded(record))
-    return folder
-
-
 def json_lines(folder):
-    folder_of_json(folder)
-    rows = [{"image": f"{number}.png", **record} for number, record in enumerate(RECORDS)]
+    write_json_pairs(folder, RECORDS)
+    rows = [{"image": f"files/{number:06d}.png", **record} for number, record in enumerate(RECORDS)]
     return write_table(folder / "pairs.jsonl", rows)
 
 
@@ -53,10 +41,19 @@ def encoded(record):
     return json.dumps(record).encode()
 
 
-@pytest.mark.parametrize("make", [tar_of_json, folder_of_json, json_lines, parquet])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda folder: write_json_pairs(folder, RECORDS)[0],
+        lambda folder: write_json_pairs(folder, RECORDS)[1],
+        json_lines,
+        parquet,
+    ],
+    ids=["tar", "folder", "json_lines", "parquet"],
+)
 def test_every_source_has_the_captions_of_all_keys(tmp_path, make):
     """A key that a sample lacks, or whose captions are blank, is left out; a sample without any key is bad."""
-    spec = [str(make(tmp_path))]
+    spec = [make(tmp_path)]
     dataset = open_pairs(spec, caption_key="short:3, long:1")
     short, long = WeightedKey("short", 3.0), WeightedKey("long", 1.0)
     expected = [
@@ -157,7 +154,7 @@ def test_captions_and_keys_without_weights_are_taken_in_turn(shares, texts):
 
 
 def test_other_keys_or_weights_are_other_data_for_a_resume(tmp_path):
-    spec = [str(tar_of_json(tmp_path))]
+    spec = [write_json_pairs(tmp_path, RECORDS)[0]]
     manifests = [open_pairs(spec, caption_key=key).manifest() for key in ("short", "short:3,long:1", "short:1,long:1")]
     for saved in manifests:
         for current in manifests:

@@ -13,44 +13,27 @@ from tests.unit.data.data_samples import (
     COUNT,
     captions,
     images,
+    outcomes,
     pair_members,
     picture,
     texts,
     write_folder_of_pairs,
+    write_json_pairs,
+    write_table,
     write_tar,
 )
 
-
-def make_tars_with_json(folder):
-    """Write img2dataset's webdataset layout, without the .txt members."""
-    for shard, numbers in enumerate(([0, 1], [2, 3, 4])):
-        write_tar(folder / f"{shard:05d}.tar", [member for n in numbers for member in _with_json(n)])
-    return str(folder / "*.tar")
+RECORDS = [{"url": "http://x", "caption": text, "width": 12} for text in texts()]
 
 
-def make_folder_with_json(folder):
-    """Write img2dataset's `--output_format files` layout, without the .txt files."""
-    for number in range(COUNT):
-        for name, content in _with_json(number):
-            (folder / name).write_bytes(content)
-    return str(folder)
-
-
-def _with_json(number):
-    record = {"url": "http://x", "caption": f"caption {number}", "width": 12}
-    return [(f"{number:06d}.png", picture(number)), (f"{number:06d}.json", json.dumps(record).encode())]
-
-
-@pytest.mark.parametrize("make", [make_tars_with_json, make_folder_with_json])
 @pytest.mark.parametrize("key", ["caption", "json.caption", "alt;json.caption", "json.title;json.caption"])
-def test_captions_in_a_field_of_json_are_read(tmp_path, make, key):
-    spec = make(tmp_path)
-    dataset = open_pairs([spec], caption_key=key)
-    assert captions(dataset) == texts() == [dataset.caption(number) for number in range(COUNT)]
-    assert images(dataset) == [picture(n) for n in range(COUNT)] and dataset.accounts[0].problems == {}
+def test_captions_in_a_field_of_json_are_read(tmp_path, key):
+    for spec in write_json_pairs(tmp_path, RECORDS):
+        dataset = open_pairs([spec], caption_key=key)
+        assert captions(dataset) == texts() == [dataset.caption(number) for number in range(COUNT)]
+        assert images(dataset) == [picture(n) for n in range(COUNT)] and dataset.accounts[0].problems == {}
 
 
-@pytest.mark.parametrize("make", [make_tars_with_json, make_folder_with_json])
 @pytest.mark.parametrize(
     ("key", "message"),
     [
@@ -61,15 +44,12 @@ def test_captions_in_a_field_of_json_are_read(tmp_path, make, key):
         ("title;words", "have no field title or words; the first one has the fields url, caption"),
     ],
 )
-def test_the_error_for_captions_in_json_names_the_fields(tmp_path, make, key, message):
-    """The error must list the fields of the JSON members.
-
-    --caption-key json must not train on the raw text of the members. Without the flag, no sample may lack a caption.
-    """
-    spec = make(tmp_path)
-    with pytest.raises(DataError) as caught:
-        open_pairs([spec], caption_key=key)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+def test_the_error_for_captions_in_json_names_the_fields(tmp_path, key, message):
+    """--caption-key json must not train on the text of the members. Without the flag, no sample may lack a caption."""
+    for spec in write_json_pairs(tmp_path, RECORDS):
+        with pytest.raises(DataError) as caught:
+            open_pairs([spec], caption_key=key)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_shards_without_captions_or_images_name_the_members_that_they_have(tmp_path):
@@ -96,40 +76,22 @@ JSON_CAPTIONS = {
 
 
 def test_a_json_caption_that_is_no_text_is_a_bad_sample(tmp_path):
-    members = [
-        m for n, text in enumerate(JSON_CAPTIONS.values()) for m in ((f"{n}.png", picture(n)), (f"{n}.json", text))
-    ]
-    write_tar(tmp_path / "shard.tar", members)
-    for name, content in members:
-        (tmp_path / "folder").mkdir(exist_ok=True)
-        (tmp_path / "folder" / name).write_bytes(content)
-    for spec in (tmp_path / "shard.tar", tmp_path / "folder"):
-        dataset = open_pairs([str(spec)], caption_key="json.caption")
+    for spec in write_json_pairs(tmp_path, JSON_CAPTIONS.values()):
+        dataset = open_pairs([spec], caption_key="json.caption")
         assert dataset.read(0).captions.texts == ("a b", "c")
-        kinds = []
-        for row in range(1, len(JSON_CAPTIONS)):
-            try:
-                kinds.append(dataset.read(row).caption)
-            except BadSample as bad:
-                kinds.append(bad.kind)
-        assert kinds == ["missing caption"] * 2 + ["undecodable JSON"] * 3 + ["a cat", "caption is not UTF-8"]
+        bad = ["missing caption"] * 2 + ["undecodable JSON"] * 3
+        assert outcomes(dataset)[1:] == [*bad, "a cat", "caption is not UTF-8"]
 
 
 def test_empty_captions_in_a_list_are_left_out(tmp_path):
     """No sample may be trained on one of its empty captions."""
-    lists, members = [["", "a  cat", "   ", None, "\0"], ["", " "]], []
-    records = [{"image": f"{n}.png", "caption": captions} for n, captions in enumerate(lists)]
-    (tmp_path / "table.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    for n, record in enumerate(records):
-        (tmp_path / f"{n}.png").write_bytes(picture(n))
-        members += [(f"{n}.png", picture(n)), (f"{n}.json", json.dumps(record).encode())]
-    write_tar(tmp_path / "shard.tar", members)
-    for name, key in (("table.jsonl", "caption"), ("shard.tar", "json.caption")):
-        dataset = open_pairs([str(tmp_path / name)], caption_key=key)
-        assert dataset.read(0).captions.texts == ("a cat",) and dataset.caption(0) == "a cat"
-        with pytest.raises(BadSample) as caught:
-            dataset.read(1)
-        assert caught.value.kind == "empty caption"
+    lists = [["", "a  cat", "   ", None, "\0"], ["", " "]]
+    records = [{"image": f"{n:06d}.png", "caption": captions} for n, captions in enumerate(lists)]
+    shard, folder = write_json_pairs(tmp_path, records)
+    table = write_table(tmp_path / "files" / "table.jsonl", records)
+    for spec, key in ((table, "caption"), (shard, "json.caption"), (folder, "json.caption")):
+        dataset = open_pairs([spec], dataset_type="imagefolder" if spec == folder else "auto", caption_key=key)
+        assert dataset.read(0).captions.texts == ("a cat",) and outcomes(dataset) == ["a cat", "empty caption"]
 
 
 def test_captions_that_are_not_utf_8_are_bad_samples(tmp_path):
@@ -162,12 +124,9 @@ def test_pipes_and_devices_in_a_folder_are_bad_samples(tmp_path):
         path.unlink()
         os.mkfifo(path) if number < 2 else path.symlink_to("/dev/zero")
     (tmp_path / "pairs" / "deep" / "er" / "3.txt").unlink()
-    dataset, kinds = open_pairs([str(tmp_path / "pairs")]), []
-    for row in range(4):
-        with pytest.raises(BadSample) as caught:
-            dataset.read(row)
-        kinds.append(caught.value.kind)
-    assert kinds == ["missing caption", "missing image", "missing image", "missing caption"]
+    dataset = open_pairs([str(tmp_path / "pairs")])
+    bad = ["missing caption", "missing image", "missing image", "missing caption"]
+    assert outcomes(dataset) == [*bad, "caption 4"]
     assert dataset.accounts[0].problems == {"missing caption": 1}
     for name in ("cat", "dog"):
         (tmp_path / "classes" / name).mkdir(parents=True)

@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 
 from megaclip.data import check_batch
-from megaclip.data.order import (
-    MIXTURE_BLOCK,
-    MixtureOrder,
-    SampleOrder,
-    block_quotas,
-    mixture_batches,
-    rank_positions,
-)
+from megaclip.data.order import MIXTURE_BLOCK, MixtureOrder, SampleOrder, block_quotas, mixture_batches, rank_positions
 from megaclip.errors import DataError
 
 SIZES = [7, 1, 0, 30, 12, 50]

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -133,6 +134,13 @@ def test_a_fault_that_stays_is_one_error_that_names_the_shard(server, fault, whe
     assert f"{server.url}/00007.tar" in text and problem in text and "c0ffee" not in text
     if when == "after opening":
         assert "sample 4" in text and "bytes " in text  # the first of the shard in the order
+
+
+def test_an_answer_with_fewer_bytes_is_asked_for_again(monkeypatch):
+    answers = [b"12", b"1234"]
+    store = SimpleNamespace(cat_file=lambda path, start, end: answers.pop(0))
+    monkeypatch.setattr(remote, "_open", lambda url: (store, url))
+    assert remote.RemoteFile("s3://bucket/0.tar", 9, "").read(3, 7) == b"1234"
 
 
 def test_a_server_without_ranges_is_refused(server):

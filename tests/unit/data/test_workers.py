@@ -20,13 +20,7 @@ import torch
 from megaclip.data import EvaluationLoader, ImageTransform, TrainLoader, forking, open_pairs, workers
 from megaclip.data.reading import TrainReader
 from megaclip.data.sources import PairDataset
-from megaclip.data.workers import (
-    WORKER_TIMEOUT_S,
-    WorkerResults,
-    note_row,
-    set_worker_timeout,
-    worker_stacks,
-)
+from megaclip.data.workers import WORKER_TIMEOUT_S, WorkerResults, note_row, set_worker_timeout, worker_stacks
 from megaclip.errors import DataError
 from tests.unit.data.data_samples import CountingTokenizer, write_shards
 
