@@ -45,6 +45,9 @@ def test_states_follow_the_arithmetic_of_zero(tmp_path: Path) -> None:
         bucket = 2e6 if stage == 3 else 0
         model = {key: size for key, size in plan.gpu_states.items() if key != "library workspaces"}
         assert sum(model.values()) == pytest.approx(per_parameter * parameters + bucket, rel=1e-4), (stage, model)
+    zero = {"stage": 2, "reduce_bucket_size": 1_000_000}  # with overlap_comm one bucket fills while another is reduced
+    one, two = (workload(tmp_path, zero_optimization=zero | {"overlap_comm": on}) for on in (False, True))
+    assert (states_of(one).bucket, states_of(two).bucket) == (2e6, 4e6)
 
 
 def test_offload_moves_states_and_a_moving_average_to_the_host(tmp_path: Path) -> None:
