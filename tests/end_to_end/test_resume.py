@@ -262,41 +262,28 @@ def dies_in_evaluation(patch: pytest.MonkeyPatch, _: str) -> None:
 
 
 @pytest.mark.parametrize("runs", ["zero1"], indirect=True)
-def test_a_run_killed_in_its_last_evaluation_only_evaluates_when_resumed(runs, tiny_run):
-    """A run saves its last checkpoint before it evaluates."""
+def test_runs_killed_in_their_last_evaluation_only_evaluate_when_resumed(runs, tiny_run):
+    """A run saves its last checkpoint before it evaluates.
 
-    def command(**changes: Any) -> list[str]:
-        data = {"val_data": tiny_run / "held_out" / "*.tar", "eval_batch_size": 16}
-        schedule = {**SCHEDULE, "train_steps": 2, "warmup": 1}
-        return flags(tiny_run, runs.config, runs.logs, name="unscored", **schedule, **data, **changes)
+    The run "back" is resumed from an earlier step. Its metrics.json has the scores of the abandoned branch, which must
+    not make the resumed run look complete.
+    """
 
-    with pytest.raises(RankFailure):
-        run_by_name({"killed": command()}, dies_in_evaluation)
-    run = runs.logs / "unscored"
-    assert (run / "checkpoints" / "latest").read_text() == "step_00000002" and not (run / "metrics.json").exists()
-    (ends,) = run_in_ranks([command(resume="auto")])
-    assert [end.exit_code for end in ends] == [0] * WORLD_SIZE, ends[0].output
-    scores = json.loads((run / "metrics.json").read_text())
-    assert scores["steps"] == 2 and 0 <= scores["retrieval_r1_i2t"] <= 1 and "samples_per_s" not in scores
-
-
-@pytest.mark.parametrize("runs", ["zero1"], indirect=True)
-def test_a_run_resumed_from_an_earlier_step_is_complete_only_at_its_own_end(runs, tiny_run):
-    """metrics.json has the scores of the abandoned branch. It must not make the resumed run look complete."""
-
-    def command(**changes: Any) -> list[str]:
+    def command(name: str, **changes: Any) -> list[str]:
         data = {"val_data": tiny_run / "held_out" / "*.tar", "eval_batch_size": 16}
         schedule = {**SCHEDULE, "train_steps": 2, "warmup": 1, "save_every_steps": 1}
-        return flags(tiny_run, runs.config, runs.logs, name="back", **schedule, **data, **changes)
+        return flags(tiny_run, runs.config, runs.logs, name=name, **schedule, **data, **changes)
 
-    run = runs.logs / "back"
-    (ends,) = run_in_ranks([command()])
-    assert [end.exit_code for end in ends] == [0] * WORLD_SIZE, ends[0].output
-    assert json.loads((run / "metrics.json").read_text())["steps"] == 2
-    with pytest.raises(RankFailure):
-        run_by_name({"back": command(resume=run / "checkpoints" / "step_00000001")}, dies_in_evaluation)
-    assert (run / "checkpoints" / "latest").read_text() == "step_00000002" and not (run / "metrics.json").exists()
-    (ends,) = run_in_ranks([command(resume="auto")])
-    assert [end.exit_code for end in ends] == [0] * WORLD_SIZE, ends[0].output
-    assert "evaluation at step 2: " in ends[0].output
-    assert json.loads((run / "metrics.json").read_text())["steps"] == 2
+    (ends,) = run_in_ranks([command("back")])
+    assert json.loads((runs.logs / "back" / "metrics.json").read_text())["steps"] == 2, ends[0].output
+    back = command("back", resume=runs.logs / "back" / "checkpoints" / "step_00000001")
+    for name, line in (("unscored", command("unscored")), ("back", back)):
+        with pytest.raises(RankFailure):
+            run_by_name({name: line}, dies_in_evaluation)
+        run = runs.logs / name
+        assert (run / "checkpoints" / "latest").read_text() == "step_00000002" and not (run / "metrics.json").exists()
+    for name, ends in run_by_name({name: command(name, resume="auto") for name in ("unscored", "back")}, None).items():
+        assert [end.exit_code for end in ends] == [0] * WORLD_SIZE, ends[0].output
+        assert "evaluation at step 2: " in ends[0].output
+        scores = json.loads((runs.logs / name / "metrics.json").read_text())
+        assert scores["steps"] == 2 and 0 <= scores["retrieval_r1_i2t"] <= 1 and "samples_per_s" not in scores
