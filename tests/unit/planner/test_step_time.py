@@ -117,6 +117,8 @@ def test_cut_captions_save_the_text_towers_time_and_no_planned_memory(tmp_path: 
     tokens = [each.text_positions for each in (job, padded, half, last, one_chunk)]
     assert tokens == [(77 + 3 * 32 + 2 * 24 + 2 * 16) / 8, 77, 77 / 2, 77, 77 / 8 + 32 / 8 + 32 / 4 + 24 / 2]
     assert replace(half, megaclip=padded.megaclip).text_positions == 77
+    _, text = tower_work(job)
+    assert text.passes[0].attention == text.costs.forward.attention  # cut or not, a caption is one tile
     seconds = [plan_time(each, describe(gpus=1)).towers for each in (job, padded, half, last)]
     assert seconds[0] < seconds[2] < 0.95 * seconds[1] and seconds[3] == pytest.approx(seconds[1], rel=0.005)
     for other in (half, padded):
