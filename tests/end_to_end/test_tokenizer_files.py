@@ -29,9 +29,8 @@ def test_a_renamed_tokenizer_replaces_the_previous_file(tiny_run, tmp_path):
     (first / "notes.txt").write_text("mine")
 
     card = tmp_path / "run" / "checkpoints" / "model"
-    run_in_ranks([command(train_steps=2, tokenizer=renamed)])
-    assert models(card) == ["renamed.model"] and manifest.find_damage(card) == []
-    run_in_ranks([command(train_steps=3, tokenizer=card / "renamed.model")])  # the only copy is in the run's folder
+    # At last the only copy is in the run's folder.
+    run_in_ranks([command(train_steps=2, tokenizer=renamed), command(train_steps=3, tokenizer=card / renamed.name)])
     assert models(card) == ["renamed.model"] and manifest.find_damage(card) == []
     assert (card / "renamed.model").read_bytes() == renamed.read_bytes()
 

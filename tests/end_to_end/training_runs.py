@@ -5,6 +5,7 @@ other, in ranks that have already loaded torch. They return what each run writes
 """
 
 import contextlib
+import io
 import multiprocessing
 import os
 import random
@@ -12,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -224,6 +226,21 @@ def standard_error_kept() -> Iterator[Callable[[], str]]:
             os.close(kept)
             file.seek(0)
             text.append(file.read())
+
+
+def copy_shard(source: Path, target: Path, change: Callable[[int, str, bytes], bytes | None]) -> None:
+    """Copy a tar shard. change: function of (number of the sample, extension, content) -> content, None to end."""
+    names: list[str] = []
+    with tarfile.open(source) as archive, tarfile.open(target, "w") as copy:
+        for member in archive:
+            name, _, extension = member.name.partition(".")
+            names += [name] * (name not in names)
+            file = archive.extractfile(member)
+            assert file is not None
+            if (content := change(len(names) - 1, extension, file.read())) is None:
+                break
+            member.size = len(content)
+            copy.addfile(member, io.BytesIO(content))
 
 
 def scalars(run: Path) -> dict[str, dict[int, float]]:
