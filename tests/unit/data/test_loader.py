@@ -397,7 +397,9 @@ def test_evaluation_omits_bad_samples(tmp_path):
     loader = EvaluationLoader(
         make_bad(tmp_path, BAD), ImageTransform(8), CountingTokenizer(), batch_size=16, max_bad_fraction=0.5
     )
-    ids = torch.cat([batch.ids for batch in loader])
+    batches = list(loader)
+    assert all(torch.equal(batch.tokens[:, 0], batch.ids) for batch in batches)  # -1 for padding
+    ids = torch.cat([batch.ids for batch in batches])
     assert sorted(i for i in ids.tolist() if i != PADDING_ID) == [n for n in range(SAMPLES) if n not in BAD]
     assert loader.bad_counts == KINDS
 
