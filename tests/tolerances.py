@@ -126,8 +126,6 @@ OPEN_CLIP_BF16 = {
     "loss": Bound("open_clip bfloat16 loss", stored(torch.bfloat16, 60)),
     "statistics": Bound("open_clip bfloat16 statistics", stored(torch.bfloat16, 60)),
 }
-# Traced bytes in excess of the formulas, which omit small tensors (features, class tokens): 0.6 %.
-TRACED = Bound("traced over calculated bytes", 0.02)
 # Gradient norms of one model computed in two ways, both from float64 sums. DeepSpeed rounds the sum of squares, its
 # root and the norm over the parameter groups to float32.
 SAME_NORM = Bound("same gradient norm", rounding(F32, 3))

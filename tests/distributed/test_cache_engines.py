@@ -59,7 +59,8 @@ class Row:
     checkpoints: bool = False
     keep: int | str = 0
     ids: bool = False
-    negatives: bool = False
+    negatives: str = ""
+    """"shared" by all rows, or each "private" to its row."""
 
 
 ROWS = [
@@ -73,7 +74,7 @@ ROWS = [
         checkpoints=BOTH,
         keep=(0, 1, "all"),
         ids=BOTH,
-        negatives=BOTH,
+        negatives=("", "private", "shared"),
     )
 ]
 
@@ -171,7 +172,8 @@ def oracle(row: Row) -> tuple[float, dict[str, Tensor]]:
     row_logits = logits
     if row.negatives:
         places = torch.tensor([r + ROWS_OF_A_RANK * rank for rank in range(row.ranks) for r in NEGATIVES[rank]])
-        left_out = (places != labels[:, None]) | (row.ids & (negative_ids == ids[:, None]))
+        left_out = (row.negatives == "private") & (places != labels[:, None])
+        left_out |= row.ids & (negative_ids == ids[:, None])
         more = scale * x @ torch.cat(negatives).T
         row_logits = torch.cat((logits, more.masked_fill(left_out, -torch.inf)), dim=1)
     loss = (F.cross_entropy(row_logits, labels) + F.cross_entropy(logits.T, labels)) / 2
@@ -242,7 +244,8 @@ def taken(row: Row) -> list[tuple[float, dict[str, Tensor]]]:
         if row.negatives:
             encode = functools.partial(engine, ROLES[row.encoders][1])
             named["negatives"] = Encoded(encode, negatives_of(row, rank, dtype), chunk=2)
-            named["negative_rows"] = torch.tensor(NEGATIVES[rank], dtype=torch.int64)
+            if row.negatives == "private":
+                named["negative_rows"] = torch.tensor(NEGATIVES[rank], dtype=torch.int64)
             named |= {"negative_ids": ids_of(rank)[1]} if row.ids else {}
         loss = cache.step(*encoded, Encoded(functools.partial(engine, "scale")), **named)
         results.append((loss.item(), gradients_of(row, engine, model)))

@@ -244,10 +244,8 @@ def check_inductor() -> list[str]:
     found = data_parallel_steps("inductor")
     whole = random_batch(6 * group_size(), 8, torch.bfloat16)
     for loss in (ClipLoss(), SigLipLoss()):
-        for mode in ("default", "reduce-overhead", "max-autotune-no-cudagraphs"):
-            got = evaluate(compiled(loss, "inductor", mode=mode), whole)
-            pairs = zip(Evaluated._fields, got, evaluate(loss, whole), strict=True)
-            found += [f"{loss} {mode}: {name}" for name, ours, theirs in pairs if not torch.equal(ours, theirs)]
+        pairs = zip(Evaluated._fields, evaluate(compiled(loss, "inductor"), whole), evaluate(loss, whole), strict=True)
+        found += [f"{loss}: {name}" for name, ours, theirs in pairs if not torch.equal(ours, theirs)]
     return found
 
 

@@ -170,18 +170,6 @@ def test_an_estimate_that_is_nearly_zero_is_kept_here_and_replaced_in_the_publis
     assert_close(theirs.u / g, torch.ones_like(g), FASTCLIP)
 
 
-def test_an_id_that_is_repeated_in_a_batch_gets_the_mean_of_its_estimates() -> None:
-    """The published code keeps only the estimate that was written last."""
-    ours, _ = published_v2(8)
-    x, y = pairs_with_cosine(8, 4, 0.5, torch.float64)
-    ours(x.requires_grad_(), y, ids=torch.tensor([0, 0, 1, 2, 3, 4, 5, 0]), epoch=0.0).backward()
-    ours.step()
-    tau = torch.full((8,), TAU_V2, dtype=torch.float64)
-    g = torch.stack(batch_g(x.detach(), y, tau, tau), dim=1)[[0, 1, 7]]
-    assert_close(ours.state.values[0, :2].exp() / g.mean(0), torch.ones(2), FASTCLIP)
-    assert (g / g.mean(0) - 1).abs().min() > 0.01  # the mean differs from all three estimates
-
-
 # ----------------------------------------------------------------------------------- the limit of gradients of tau_i
 
 

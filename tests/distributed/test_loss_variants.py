@@ -10,9 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from megaclip import Encoded, GradientCache
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.losses import ClipLoss, SigLipLoss
 from megaclip.ops.types import NO_NEGATIVE
@@ -196,46 +194,7 @@ def check_cases() -> list[str]:
         found += differences(case, torch.float64, 1)
         found += differences(case, torch.float64, 4, compile_=True)
         found += differences(case._replace(payload="bf16"), torch.float32, 6)
-    return found + check_errors() + check_in_the_gradient_cache()
-
-
-class Encoder(torch.nn.Module):
-    """One encoder of queries, documents and negatives, and a scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        weight = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        self.weight, self.log_scale = torch.nn.Parameter(weight), torch.nn.Parameter(torch.tensor([1.3]).double())
-
-    def forward(self, inputs: Tensor | None = None) -> Tensor:
-        return self.log_scale.exp() if inputs is None else F.normalize(inputs @ self.weight, dim=1)
-
-
-def check_in_the_gradient_cache() -> list[str]:
-    """Check ids and ragged negatives of chunks under DDP: gradients of the parameters equal one process on all."""
-    case = Case(ClipLoss, "auto", "auto", "mask", "shared ids", True, False, False, None)
-    batch, rank, size = batch_of(case, torch.float64, 6), group_rank(), group_size()
-    counts = [5, 3, 8][:size]
-    batch = batch._replace(negatives=batch_of(case, torch.float64, 16 * 3 // size).x[: sum(counts)], counts=counts)
-    batch = batch._replace(negative_ids=batch.ids.repeat(3)[1 : sum(counts) + 1])
-    serial, encoder = Encoder(), Encoder()
-    sides = [serial(part) for part in (batch.x, batch.y, batch.negatives)]
-    found = oracle(case, batch._replace(x=sides[0], y=sides[1], negatives=sides[2]), [serial().detach()])
-    torch.autograd.backward([*sides, serial()], found[1:])
-    model = DistributedDataParallel(encoder) if size > 1 else encoder
-    mine, own = slice(6 * rank, 6 * rank + 6), slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-    loss = GradientCache(ClipLoss(ids="mask"), model if size > 1 else None).step(
-        Encoded(model, batch.x[mine], chunk=2),
-        Encoded(model, batch.y[mine], chunk=3),
-        Encoded(model),
-        ids=batch.ids[mine],
-        negatives=Encoded(model, batch.negatives[own], chunk=2),
-        negative_ids=batch.negative_ids[own],
-    )
-    comparisons = [compare(loss, found[0], VALUE[torch.float64], "loss of the cache", size=1)]
-    for (name, got), wanted in zip(encoder.named_parameters(), serial.parameters(), strict=True):
-        comparisons.append(compare(got.grad, wanted.grad, GRADIENT[torch.float64], f"{name} of the cache", size=1))
-    return exceeded(comparisons)
+    return found + check_errors()
 
 
 def check_errors() -> list[str]:
