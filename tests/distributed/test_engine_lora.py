@@ -56,7 +56,7 @@ def case(stage: int, accumulation: int = 3, *, lora: dict | None = None, **setti
 
 
 CASES = {f"zero{stage} x 3": case(stage) for stage in range(4)}
-CASES |= {f"zero{stage} on one rank": case(stage, 1, ranks=1) for stage in range(4)}
+CASES |= {f"zero{stage} on one rank": case(stage, 1, ranks=1) for stage in (0, 3)}
 CASES |= {
     "zero0 rslora": case(0, lora={"rslora": True}),
     "zero1 dora": case(1, lora={"dora": True}),
