@@ -170,7 +170,7 @@ def _raise_first(own: Exception | None, described: list[tuple[str, str, bool] | 
         if for_users:
             raise getattr(errors, name, errors.MegaclipError)(message) from own
     rank, name, message, _ = reports[0]
-    raise errors.MegaclipError(f"rank {rank} failed with {name}: {message}; its traceback is in that rank's output")
+    raise errors.MegaclipError(f"rank {rank} failed with {name}: {message}; see that rank's output")
 
 
 @functools.cache

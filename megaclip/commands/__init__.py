@@ -16,7 +16,7 @@ from pathlib import Path
 
 import megaclip
 from megaclip.environment import check_environment
-from megaclip.errors import ConfigError, MegaclipError, first_line, nearest
+from megaclip.errors import REFUSED_EXIT_CODE, ConfigError, MegaclipError, first_line, nearest
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,12 @@ def _start(module: str) -> int | str | None:
             return 0
         return importlib.import_module(f"megaclip.commands.{module}").main()
     except OSError as error:
-        if (advice := _PATH_ADVICE.get(error.errno or 0)) is None:
+        if (advice := _PATH_ADVICE.get(error.errno or 0)) is None or "--debug-traceback" in sys.argv:
             raise
+        # On every rank that has it: unlike a `MegaclipError`, it may be the error of one rank alone.
+        print(f"error: {MegaclipError(f'{first_line(error)}; {advice}')}", file=sys.stderr)
         # Permissions may change while a run trains, so that a restart may succeed.
-        kind = MegaclipError if error.errno == errno.EACCES else ConfigError
-        raise kind(f"{first_line(error)}; {advice}") from None
+        return 1 if error.errno == errno.EACCES else REFUSED_EXIT_CODE
 
 
 def _stdout_has_reader() -> bool:

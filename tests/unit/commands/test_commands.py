@@ -121,6 +121,8 @@ def test_a_broken_connection_of_a_command_keeps_its_traceback(monkeypatch):
 )
 def test_what_the_user_has_caused_is_one_line(monkeypatch, capfd, error, code, message):
     def fail():
+        monkeypatch.setenv("LOCAL_RANK", "1")  # it may be the error of this rank alone
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
         raise error
 
     monkeypatch.setattr(evaluate, "main", fail)
