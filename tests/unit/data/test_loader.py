@@ -310,6 +310,19 @@ def test_only_the_first_bad_sample_of_each_kind_is_logged_with_its_place(tmp_pat
     assert line.startswith("undecodable image: t.csv row 2 (1.png): not a file of JPEG") and "0x" not in line
 
 
+def test_bad_samples_are_counted_among_all_that_were_read(tmp_path):
+    """Substitutes are read too, and are bad as often as other samples. A few bad samples among many end no run."""
+    broken = {n: [(f"{n}.png", b"broken"), (f"{n}.txt", b"caption")] for n in range(0, 60, 2)}
+    loader = loader_of(make_bad(tmp_path, broken), max_bad_fraction=1.0)
+    for _ in range(5):
+        next(loader)
+    assert loader._log._read == 5 * STEP + loader._log.counts.total() > 5 * STEP
+    log, bad = reading_module.BadSampleLog(0.01, ""), reading_module.BadSampleReport("missing image", "0", "0.tar")
+    log.add([bad] * 20, reads=2000)
+    with pytest.raises(DataError, match=r"21 of the 2001 samples read so far are bad"):
+        log.add([bad], reads=1)
+
+
 def test_too_many_bad_samples_are_an_error_that_names_the_shard(tmp_path):
     broken = {n: [(f"{n}.png", b"broken"), (f"{n}.txt", b"caption")] for n in range(30)}
     loader = loader_of(make_bad(tmp_path, broken), max_bad_fraction=0.01, num_workers=1)
