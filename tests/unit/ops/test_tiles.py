@@ -76,6 +76,32 @@ def test_equal_ids_are_left_out(case: TileCase) -> None:
         check_sigmoid_case("torch", case, "cpu", -1.0)
 
 
+def test_sigmoid_of_large_logits() -> None:
+    """Logits of -60 to 60: softplus is not replaced by its argument where float64 still has their difference."""
+    x, y = features(63, 16, torch.float64, 0), features(70, 16, torch.float64, 1)
+    got = tiles.tile_sigmoid(x, y, 60.0, 1.0, diagonal=3, options=TileOptions(tile_budget_mib=TINY_MIB))
+    expected = reference.tile_sigmoid(x, y, 60.0, 1.0, diagonal=3)
+    for result, wanted in zip(got, expected, strict=True):
+        assert_close(result, wanted, VALUE[torch.float64])
+
+
+@pytest.mark.parametrize("scale", [100.0, 1000.0])
+@pytest.mark.parametrize("kind", ["random", "identical", "opposite", "zero"])
+def test_extreme_scales_and_vectors(kind: str, scale: float) -> None:
+    """Nothing overflows or underflows, although rows and columns of one tile have maxima that differ by 1000."""
+    x, y = features(63, 16, torch.float64, 0), features(70, 16, torch.float64, 1)
+    if kind != "random":
+        x = x[:1].expand_as(x)
+        y = {"identical": 1.0, "opposite": -1.0, "zero": 0.0}[kind] * x[:1].expand(70, 16)
+    for dtype in (torch.float64, torch.float32):
+        a, b = x.to(dtype), y.to(dtype)
+        assert_stats(a, b, scale, scale, diagonal=0, options=TileOptions(tile_budget_mib=TINY_MIB))
+        row_lse, col_lse = reference.tile_stats(a, b, scale, scale, diagonal=0)
+        # exp(scale*s - shift) magnifies the roundings of scale*s
+        row, col = Terms(scale, row_lse, 1.0), Terms(scale, col_lse, 1.0)
+        assert_grads(a, b, row, col, diagonal=0, magnified=scale / 100)
+
+
 def test_numbers_vectors_and_tensors_with_one_element_give_equal_results() -> None:
     x, y = features(6, 5, torch.float32, 0), features(4, 5, torch.float32, 1)
     row, col = Terms(3.0, 0.5, 2.0), Terms(4.0, 0.25, 1.5)
