@@ -88,11 +88,12 @@ def read(folder: Path) -> Manifest:
         raise CheckpointError(f"{MANIFEST} cannot be read: {first_line(error)}") from None
 
 
-def find_damage(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
+def find_damage(folder: Path, *, only: str | None = None, part: int = 0, parts: int = 1) -> list[str]:
     """Check the files of `folder` against its manifest; return one text per damaged file, empty if there is none.
 
     Args:
         folder: a checkpoint or an export.
+        only: name of the file to check, which the manifest may lack. None: all files.
         part: index of the caller's share of the files.
         parts: number of shares, in which files of about equal sizes are divided in turn.
     """
@@ -100,6 +101,8 @@ def find_damage(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
         files = read(folder).files
     except CheckpointError as error:
         return [str(error)]
+    if only is not None:
+        return [problem for name in files.keys() & {only} if (problem := _problem(folder, name, files[name]))]
     unlisted = sorted(path.name for path in folder.glob("*.pt") if path.name not in files)
     problems = [f"{name} is not listed in {MANIFEST}" for name in unlisted] if part == 0 else []
     for name in sorted(files, key=lambda name: (-files[name].size, name))[part::parts]:
@@ -108,9 +111,12 @@ def find_damage(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
     return problems
 
 
-def find_damage_on_all_ranks(folder: Path) -> list[str]:
-    """Check the files of `folder`, each on one rank; return the damage on every rank. All ranks must call it."""
-    own = find_damage(folder, part=group_rank(), parts=group_size())
+def find_damage_on_all_ranks(folder: Path, *, only: str | None = None) -> list[str]:
+    """Check the files of `folder`, each on one rank; return the damage on every rank. All ranks must call it.
+
+    only: name of the file to check, as for `find_damage`. Every rank reads it.
+    """
+    own = find_damage(folder, only=only, part=group_rank(), parts=group_size())
     return list(dict.fromkeys(problem for problems in gather_objects(own) for problem in problems))
 
 
@@ -119,12 +125,12 @@ def require_whole(path: Path) -> None:
 
     A folder without a manifest is accepted: open_clip writes none. All ranks must call it.
 
-    path: the folder, or one of its files, of which the others may be damaged.
+    path: the folder, or one of its files, of which the others may be damaged. An index of parts stands for the folder.
     """
-    folder, name = (path.parent, f"{path.name} ") if path.is_file() else (path, "")
+    folder = path.parent if path.is_file() else path
+    only = path.name if path.is_file() and path.suffix != ".json" else None
     present = any(gather_objects((folder / MANIFEST).exists()))
-    problems = find_damage_on_all_ranks(folder) if present else []
-    if problems := [problem for problem in problems if problem.startswith(name)]:
+    if present and (problems := find_damage_on_all_ranks(folder, only=only)):
         raise CheckpointError(
             f"{str(path)!r} is damaged: {summary(problems)}; write or copy it again. If the files were changed on "
             f"purpose, delete its {MANIFEST}"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megaclip.checkpoint import durable, manifest
-from megaclip.checkpoint.manifest import MANIFEST, find_damage
+from megaclip.checkpoint.manifest import MANIFEST, find_damage, require_whole
 from megaclip.errors import CheckpointError
 
 SIZES = {"a.pt": 70_000, "b.pt": 50_000, "c.pt": 30_000, "sub/d.swp": 20_000, "e.json": 10}
@@ -68,6 +68,20 @@ def test_damaged_file_is_named(folder, name):
     damage(folder / "b.pt")
     (problem,) = find_damage(folder)
     assert problem.startswith(expected)
+
+
+def test_a_file_is_refused_for_its_own_damage_and_that_of_the_manifest(folder):
+    """An index of parts is refused for damage of any file. A file of the user beside an export is accepted."""
+    (folder / "own.pt").touch()
+    flip_a_bit(folder / "a.pt")
+    for name in ("b.pt", "own.pt"):
+        require_whole(folder / name)
+    for path in (folder / "a.pt", folder / "e.json", folder):
+        with pytest.raises(CheckpointError, match=r"is damaged: .*a\.pt has changed"):
+            require_whole(path)
+    flip_a_bit(folder / MANIFEST)
+    with pytest.raises(CheckpointError, match=f"is damaged: {MANIFEST} "):
+        require_whole(folder / "b.pt")
 
 
 def test_checksums_are_those_of_gzip(folder):
