@@ -114,5 +114,6 @@ def assigned_model(config: ModelDescription, state_dict: StateDict) -> DualEncod
     on_meta = isinstance(config, ModelConfig)  # open_clip's modules have constants that are in no state dict
     model = meta_model(config) if on_meta else build_model(config)
     compare_weights(model, state_dict).require_complete("the weights do not fit the model in the card")
-    model.load_state_dict({name: value.float() for name, value in state_dict.items()}, assign=on_meta)
+    wide = {name: value.float() if value.is_floating_point() else value for name, value in state_dict.items()}
+    model.load_state_dict(wide, assign=on_meta)
     return model.eval()

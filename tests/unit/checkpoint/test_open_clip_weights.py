@@ -64,6 +64,14 @@ def assert_same_weights(got, model):
 # ------------------------------------------------------------------------------------------------ writing, verifying
 
 
+def test_counts_of_batch_norms_are_not_rounded():
+    """float32 has no odd integers above 2**24."""
+    resnet = load_model_config("RN50").replace(vision_cfg={"layers": [1, 1, 1, 1], "width": 8}, text_cfg={"layers": 1})
+    weights, name = dict(build_model(resnet).named_weights()), "visual.bn1.num_batches_tracked"
+    weights[name] = torch.tensor(2**24 + 1)
+    assert int(assigned_model(resnet, weights).named_weights()[name]) == 2**24 + 1
+
+
 def test_open_clip_loads_an_exported_directory_with_equal_features_and_tokens(exported, model, config):
     theirs, _, _ = import_open_clip().create_model_and_transforms(f"local-dir:{exported}")
     preprocess = theirs.visual.preprocess_cfg
