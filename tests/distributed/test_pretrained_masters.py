@@ -1,12 +1,14 @@
 """With bf16, training starts from unrounded pretrained weights: the float32 masters have every bit of the file.
 
-DeepSpeed copies a master from its parameter, which has been rounded to bfloat16.
+DeepSpeed copies a master from its parameter, which has been rounded to bfloat16. Random initial values are equal with
+and without the partitioning of ZeRO-3.
 """
 
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import deepspeed
 import pytest
 import torch
 from deepspeed import DeepSpeedEngine
@@ -18,7 +20,7 @@ from megaclip.checkpoint.search import LOCKED_WEIGHTS, MODEL_CARD
 from megaclip.checkpoint.store import Target, save
 from megaclip.comm.groups import group_rank
 from megaclip.engine.saved_model import locked_weights
-from megaclip.models import build_model
+from megaclip.models import build_model, load_model_config
 from megaclip.zero.reshard import load_resharded
 from tests.distributed.checks import assert_passed, run_checks
 from tests.distributed.engine_cases import MODEL, WORLD_SIZE, Case, start_engine, whole_parameters, whole_value
@@ -80,8 +82,25 @@ def check_saved(engine: DeepSpeedEngine, case: Case, folder: Path, expected: dic
         assert exact.keys() == set(locked) and all(torch.equal(exact[name], expected[name]) for name in locked)
 
 
+def check_initial_values() -> None:
+    """Check a model with fixed positions: deepspeed.zero.Init replaces torch.arange by one that rounds to bfloat16."""
+    config = load_model_config("demo-tiny")
+    assert config.vision_position_init == "sin_cos_2d"
+    torch.manual_seed(3)
+    plain = build_model(config).bfloat16().state_dict()
+    torch.manual_seed(3)
+    settings = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    with deepspeed.zero.Init(config_dict_or_path=settings):
+        partitioned = build_model(config)
+    assert partitioned.visual.proj.numel() == 0  # otherwise the check could not fail
+    for name, parameter in partitioned.named_parameters():
+        with deepspeed.zero.GatheredParameters(parameter):
+            assert torch.equal(parameter, plain[name]), name
+
+
 def run_all(folder: Path) -> dict[str, str]:
-    return run_checks({name: partial(check, case, folder, name) for name, case in CASES.items()})
+    checks = {name: partial(check, case, folder, name) for name, case in CASES.items()}
+    return run_checks({"initial values": check_initial_values, **checks})
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +115,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 @pytest.mark.parametrize("name", CASES)
 def test_masters_are_not_rounded(outcomes: list[dict[str, str]], name: str) -> None:
     assert_passed(outcomes, name)
+
+
+def test_initial_values_are_those_without_partitioning(outcomes: list[dict[str, str]]) -> None:
+    assert_passed(outcomes, "initial values")
