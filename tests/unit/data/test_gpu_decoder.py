@@ -3,6 +3,7 @@
 tests/gpu/test_gpu_decoder_gpu.py decodes with nvJPEG.
 """
 
+import contextlib
 import io
 
 import numpy as np
@@ -13,6 +14,7 @@ from PIL import Image
 from megaclip.data import GpuDecoder, ImageTransform, TrainLoader, open_gpu_decoder, open_pairs
 from megaclip.data import gpu_decoder as gpu_decoder_module
 from megaclip.data import loader as loader_module
+from megaclip.data.batch import BadSample
 from megaclip.data.images import JpegCrop
 from megaclip.errors import ConfigError
 from tests.unit.data.data_samples import CountingTokenizer, picture, write_tar
@@ -124,6 +126,17 @@ def test_batches_captions_and_bad_samples_are_those_of_the_cpu(pairs, workers, s
     loader.close()
     resumed = loader_of(pairs, samples_consumed=consumed, gpu_decoder=decoder, **settings)
     assert torch.equal(next(resumed).images, next(expected).images)
+
+
+def test_workers_leave_usable_baseline_files_to_the_gpu(monkeypatch):
+    """The stand-in computes the CPU's pixels of every file. nvJPEG takes RGB for YCbCr."""
+    monkeypatch.setattr("megaclip.data.images.LARGEST_ON_GPU", 85 * 41)
+    left = set()
+    for kind, make in FILES.items():
+        with contextlib.suppress(BadSample):
+            found = ImageTransform(SIZE, training=True).prepare(make(1), (0, 0, 1), gpu_bytes=3 * SIZE**2)
+            left |= {kind} if isinstance(found, JpegCrop) else set()
+    assert left == {"grey", "damaged", "refused", "tall"}
 
 
 def test_a_decoder_that_is_set_or_removed_later_takes_whole_steps(pairs, monkeypatch):
