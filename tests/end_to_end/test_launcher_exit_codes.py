@@ -1,4 +1,4 @@
-"""A signal to all processes, to `deepspeed` or to its launch.py: no rank is left, the run has saved, the exit code."""
+"""A signal to all processes, to one, or to a launcher: no rank is left, the run has saved, and the exit code."""
 
 import contextlib
 import os
@@ -19,6 +19,7 @@ from tests.end_to_end.training_runs import WORLD_SIZE, flags, launcher_command, 
     ("receiver", "number", "code"),
     [
         ("all", signal.SIGINT, -signal.SIGINT),  # Ctrl-C in a terminal; a shell reports 130
+        ("rank", signal.SIGUSR1, 128 + signal.SIGUSR1),  # as docs/training.md recommends
         ("deepspeed", signal.SIGTERM, -signal.SIGTERM),  # it has no handler; launch.py and the ranks continue
         ("launch.py", signal.SIGKILL, 0),  # the project cannot change this exit code
     ],
@@ -44,7 +45,7 @@ def test_ended_launchers_leave_no_rank_and_no_lost_step(
         if receiver == "all":
             os.killpg(deepspeed.pid, number)
         else:
-            os.kill(deepspeed.pid if receiver == "deepspeed" else launch.pid, number)
+            os.kill({"rank": ranks[0], "deepspeed": deepspeed, "launch.py": launch}[receiver].pid, number)
         assert deepspeed.wait(300) == code, log.read_text()
         _, alive = psutil.wait_procs(ranks, timeout=300)
         assert alive == []

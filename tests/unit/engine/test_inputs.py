@@ -17,7 +17,6 @@ from megaclip.data import ImageTransform
 from megaclip.data.sentencepiece_training import train_sentencepiece
 from megaclip.data.tokenizers import load_tokenizer
 from megaclip.engine import equal_inputs, resume
-from megaclip.engine.equal_inputs import require_equal
 from megaclip.engine.inputs import Inputs, _check_tokenizer_of, chosen_objective, model_preprocessing, read_inputs
 from megaclip.engine.preflight import workload_of
 from megaclip.engine.saved_model import load_saved_model
@@ -354,10 +353,10 @@ def test_text_chunks_depend_on_forced_patch_dropout(folder: Path, tmp_path: Path
     assert chunks == [TextChunks(2), TextChunks(1)]
 
 
-def test_all_ranks_have_the_same_pretrained_weights(
+def test_all_ranks_have_the_same_pretrained_weights_or_a_feature_cache(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would train different weights. tests/end_to_end/test_equal_inputs.py compares other inputs."""
+    """They would train different weights, or wait for each other. end_to_end/test_equal_inputs.py has other inputs."""
     exported, first = folder / "exported", list[dict[str, str]]()
     monkeypatch.setattr(equal_inputs, "gather_objects", lambda own: [*(first or [own]), own])
     inputs = read(folder, "--model", exported)
@@ -369,13 +368,23 @@ def test_all_ranks_have_the_same_pretrained_weights(
         command = ["--deepspeed_config", "c", "--train-data", "d", "--model", exported, *flags]
         equal_inputs.require_equal_inputs(parse_arguments(list(map(str, command))), inputs)
 
-    monkeypatch.setattr(equal_inputs, "require_equal", lambda texts: first.append(dict(texts)))
-    compare("--pretrained", exported)
-    monkeypatch.setattr(equal_inputs, "require_equal", require_equal)
+    def begin(*flags: object) -> None:
+        """Compare the calls that follow with these flags of the first rank."""
+        first.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(equal_inputs, "require_equal", lambda texts: first.append(dict(texts)))
+            compare(*flags)
+
+    begin("--pretrained", exported)
     compare("--pretrained", copy)
     for flags in (("--pretrained", other), ("--pretrained", tmp_path / "nowhere"), ()):
         with pytest.raises(ConfigError, match="--pretrained differs between ranks: weights with checksum"):
             compare(*flags)
+    locked = ("--lock-image", "--no-augmentation")
+    begin(*locked, "--feature-cache", copy)
+    compare(*locked, "--feature-cache", other)
+    with pytest.raises(ConfigError, match="--feature-cache differs between ranks: a path on rank 0, not set on rank 1"):
+        compare(*locked)
 
 
 def test_nothing_else_changes_a_description() -> None:
