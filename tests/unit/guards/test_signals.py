@@ -29,7 +29,7 @@ for local_size in sys.argv[1:]:
             os.environ["LOCAL_SIZE"] = local_size
         with StopSignals():
             reader, writer = os.pipe()
-            print(os.getpid(), flush=True)
+            print(local_size, os.getpid(), flush=True)
             ctypes.CDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
             print("interrupted", flush=True)
         os._exit(0)
@@ -57,12 +57,13 @@ def test_signals_that_end_a_stuck_rank() -> None:
     """
     ranks = start(STUCK, "none", "none", "9999")
     assert ranks.stdout is not None and ranks.stderr is not None
-    processes = [int(ranks.stdout.readline()) for _ in range(3)]
+    lines = sorted(ranks.stdout.readline() for _ in range(3))  # they come in any order
+    processes = [int(line.split()[1]) for line in lines]
     try:
         for process, first, *others in (
-            (processes[0], signal.SIGTERM, signal.SIGTERM),
-            (processes[1], signal.SIGINT, signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT),
-            (processes[2], signal.SIGTERM),
+            (processes[0], signal.SIGTERM),
+            (processes[1], signal.SIGTERM, signal.SIGTERM),
+            (processes[2], signal.SIGINT, signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT),
         ):
             os.kill(process, first)
             if others:
