@@ -206,15 +206,16 @@ def _readings(tensors: StateDict, model: DualEncoder, tower: str) -> list[tuple[
         whole = from_open_clip(tensors, model.config)
         return [("one tower of a whole model", {name: whole[name] for name in whole if name.startswith(prefix)})]
     alone = {f"{prefix}{name.removeprefix(prefix)}": value for name, value in tensors.items()}
-    readings = [("open_clip's tower alone", alone)]
+    readings = [("open_clip's tower alone", from_open_clip(alone, model.config))]
+    shared_first = sorted(tensors.items(), key=lambda item: item[0] not in _SHARED_EMBEDDINGS)
     for root in _HUGGING_FACE_ROOTS if tower == "text" else ("",):
         own: StateDict = {}
-        for name, value in tensors.items():
+        for name, value in shared_first:  # the encoder's own embeddings replace them
             if tower == "text" and name in _SHARED_EMBEDDINGS:
                 name = f"{root}embed_tokens.weight"
             own[f"{trunk}{name.removeprefix(root)}" if name.startswith(root) else name] = value
-        readings.append((_TRUNK_KINDS[tower], own))
-    return [(kind, from_open_clip(own, model.config)) for kind, own in readings]
+        readings.append((_TRUNK_KINDS[tower], from_open_clip(own, model.config) if tower == "image" else own))
+    return readings
 
 
 def _classifier(model: DualEncoder) -> set[str]:

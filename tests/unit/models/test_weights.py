@@ -13,7 +13,7 @@ from megaclip.checkpoint.open_clip_weights import pretrained_weights
 from megaclip.errors import CheckpointError
 from megaclip.models import DualEncoder, ModelConfig, OpenClipConfig, build_model
 from megaclip.models.open_clip_keys import to_open_clip
-from megaclip.models.weights import stretched_positions
+from megaclip.models.weights import fit_tower, stretched_positions
 from tests.open_clip_families import family, own_description
 from tests.pretrained import load_pretrained, load_pretrained_tower
 from tests.tolerances import POSITIONS, assert_close
@@ -164,6 +164,16 @@ def test_a_hugging_face_text_model(tmp_path, name, kind):
     assert len(own) == sum(key.startswith("text.transformer.") for key in before)
     assert_loaded(model, before, {full: theirs[key] for key, full in own.items()})
     assert "Hugging Face's text model; text.proj" in line
+
+
+def test_the_encoders_own_embeddings_are_read_wherever_the_file_has_others(tmp_path):
+    model = built(family("mt5", tmp_path), 2)
+    name, prefix = "text.transformer.embed_tokens.weight", "text.transformer."
+    own = {f"encoder.{n.removeprefix(prefix)}": v for n, v in values(model).items() if n.startswith(prefix)}
+    others = {name: torch.zeros(2, 2) for name in ("shared.weight", "transformer.embed_tokens.weight")}
+    for tensors in ({**others, **own}, {**own, **others}):
+        weights, _ = fit_tower(model, "text", tensors, "file")
+        assert torch.equal(weights[name], own["encoder.embed_tokens.weight"])
 
 
 @pytest.mark.parametrize(
