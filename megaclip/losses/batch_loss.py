@@ -191,7 +191,7 @@ def as_scalar(value: Any, features: Tensor) -> Tensor:
     Anything else is returned unchanged. `check_features` raises for it, on all ranks.
     """
     # The compiler traces the type of a number, but not its attributes.
-    if isinstance(value, Tensor) or not (isinstance(value, int | float) or hasattr(value, "__float__")):
+    if isinstance(value, Tensor) or not (isinstance(value, (int, float)) or hasattr(value, "__float__")):
         return value
     try:
         number = float(value)

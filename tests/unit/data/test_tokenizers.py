@@ -46,7 +46,7 @@ HARD = [
 
 @pytest.fixture(scope="module")
 def captions():
-    """Return hundreds of captions: words, printable ASCII, and any letters of the basic multilingual plane."""
+    """Return a thousand captions: words, printable ASCII, and any letters of the basic multilingual plane."""
     generator = random.Random(0)
     words = [
         "a",
@@ -64,9 +64,9 @@ def captions():
         "東京",
     ]
     plane = [chr(code) for code in range(32, 0xFFFF) if chr(code).isprintable()]
-    made = [" ".join(generator.choices(words, k=generator.randint(1, 30))) for _ in range(150)]
-    made += ["".join(generator.choices(string.printable, k=generator.randint(1, 90))) for _ in range(100)]
-    made += ["".join(generator.choices(plane, k=generator.randint(1, 40))) for _ in range(100)]
+    made = [" ".join(generator.choices(words, k=generator.randint(1, 30))) for _ in range(400)]
+    made += ["".join(generator.choices(string.printable, k=generator.randint(1, 90))) for _ in range(300)]
+    made += ["".join(generator.choices(plane, k=generator.randint(1, 40))) for _ in range(300)]
     return made + HARD
 
 
@@ -103,7 +103,7 @@ def test_ftfy_does_not_change_texts_for_which_cleaning_skips_it():
 @pytest.fixture(scope="module", params=["unigram", "bpe"])
 def sentencepiece_tokenizer(tmp_path_factory, captions, request):
     path = tmp_path_factory.mktemp("tokenizer") / "spm.model"
-    train_sentencepiece(captions[:250], path, vocab_size=500, model_type=request.param)
+    train_sentencepiece(captions[:700], path, vocab_size=500, model_type=request.param)
     return load_tokenizer(str(path), 20)
 
 
