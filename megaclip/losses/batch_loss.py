@@ -139,7 +139,8 @@ class SummedLoss(BatchLoss):
             self.used_bias(logit_bias, features),
             *(negatives, ids, negative_ids, negative_rows, weights),
         )
-        tensors = [tensor for tensor in inputs[:DIFFERENTIABLE] if isinstance(tensor, Tensor)]
+        # A plain tuple, because torch 2.8's compiler cannot slice a named one.
+        tensors = [tensor for tensor in tuple(inputs)[:DIFFERENTIABLE] if isinstance(tensor, Tensor)]
         gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         if torch.compiler.is_compiling():
             loss = traced(self, inputs, gradients)
