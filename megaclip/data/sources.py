@@ -64,7 +64,7 @@ class PairDataset:
     caption_keys: list[list[Any]] = dataclasses.field(default_factory=list)
     """[key, weight] of each key of --caption-key, if there are several."""
     id_key: str = "caption"
-    """What makes two pairs equal: "caption", "image" (its file), or a column of ids, as for `open_pairs`."""
+    """Pairs are equal if this is equal: "caption", "image" (its file), or the name of a column of ids."""
     fields: dict[str, Field] = dataclasses.field(default_factory=dict)
     """Extra fields of every sample, by name."""
 

@@ -4,8 +4,8 @@
 module, an entry in `LOSSES`, its costs in `costs.LOSS_COSTS`, its name in `megaclip.config.section`, its settings and a
 test.
 
-The import registers the tile operations with DeepSpeed, as the op that
-`get_accelerator().create_op_builder("ContrastiveTilesBuilder")` finds, in this process.
+The import registers the tile operations with DeepSpeed, in this process, as the op that
+`get_accelerator().create_op_builder("ContrastiveTilesBuilder")` finds.
 
 Words used in this package:
 

@@ -41,7 +41,7 @@ def run_suite(suite: Path, results: Path) -> None:
     encode = ModelEncoder(model, TRANSFORM.normalise, device=torch.device("cpu"), cut_captions=model.cut_captions)
     arguments = Namespace(suite=suite, json=results, markdown=False, probe=False, precision="fp32")
     evaluator = Evaluator(encode, TRANSFORM, loaded.tokenizer, batch_size=4, num_workers=0, text_batch_size=4)
-    evaluate_suite(arguments, loaded, evaluator)  # type: ignore[arg-type]
+    evaluate_suite(arguments, loaded, evaluator)  # type: ignore[arg-type]  # a stand-in for the model
 
 
 def expected_metrics(suite: Path) -> dict[str, dict[str, float]]:

@@ -43,7 +43,7 @@ def meet_in_every_case(ports: dict[str, int], folder: Path) -> dict[str, tuple[s
             reported.touch()
 
         handler = logging.Handler()
-        handler.emit = emit  # type: ignore[method-assign]
+        handler.emit = emit  # type: ignore[method-assign]  # a subclass would take more lines
         process_group.logger.addHandler(handler)
         while place == 1 and not (folder / name).exists():
             time.sleep(0.01)

@@ -195,7 +195,7 @@ def _run_all(commands: dict[str, list[str]], prepare: Prepare | None, stores: st
 
 def allow_data_workers() -> None:
     """Let this rank of the harness have child processes, which a daemon may not have."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # to have data workers
 
 
 def run_here(command: list[str], store: Path) -> Finished:

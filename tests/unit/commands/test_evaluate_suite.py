@@ -44,7 +44,7 @@ def run(suite: Path, results: Path | None = None, model: str = "model", config: 
     weights.config = config  # type: ignore[assignment]
     loaded = SimpleNamespace(model=weights, transform=ImageTransform(8), tokenizer=tokens)
     evaluator = Evaluator(encode, loaded.transform, tokens, batch_size=4, num_workers=0, text_batch_size=3)
-    command.evaluate_suite(arguments, loaded, evaluator)  # type: ignore[arg-type]
+    command.evaluate_suite(arguments, loaded, evaluator)  # type: ignore[arg-type]  # a stand-in for the model
 
 
 def lines_of(results: Path) -> dict[str, dict[str, Any]]:

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from megaclip.data.batch import BadSample
+
 COUNT = 5
 """Number of samples of `texts` and `write_folder_of_pairs`."""
 
@@ -83,7 +85,7 @@ def outcomes(dataset):
     for number in range(len(dataset)):
         try:
             found.append(dataset.read(number).caption)
-        except Exception as bad:
+        except BadSample as bad:
             found.append(bad.kind)
     return found
 
