@@ -136,7 +136,7 @@ class CaptionKeys:
 def decoded(content: bytes, key: str) -> str:
     """Return the text in `content`. key: origin of the sample. Raises BadSample if it is not UTF-8."""
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         byte = content[error.start]
         raise BadSample(
@@ -169,7 +169,7 @@ def is_blank(text: str) -> bool:
 def json_record(text: str | bytes) -> dict[str, Any] | None:
     """Return the JSON object in `text`, or None if it holds something else."""
     try:
-        record = json.loads(text.removeprefix("\ufeff") if isinstance(text, str) else text)
+        record = json.loads(text)
     except (ValueError, RecursionError):  # RecursionError for thousands of nested brackets
         return None
     return record if isinstance(record, dict) else None

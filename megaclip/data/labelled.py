@@ -61,15 +61,21 @@ class LabelledDataset:
         return len(self._images)
 
     def read(self, sample_id: int) -> RawSample:
-        """Return the undecoded image, with the class number as its caption. Raises BadSample."""
+        """Return the undecoded image, with the class number as its caption.
+
+        Raises BadSample, or DataError for a number without a class: then no label can be trusted.
+        """
         raw = self._images.read(sample_id)
         label = "0" if self.has_several_labels else raw.captions.texts[0].strip()
         if self._fact_count is not None:
             self.facts(sample_id)
         is_number = label.isascii() and label.isdigit() and len(label) < 20  # int() refuses thousands of digits
-        if not (is_number and int(label) < len(self.class_names)):
-            raise BadSample(
-                "label outside the classes", f"{raw.key}: label {label[:20]!r}, {len(self.class_names)} classes"
+        if not is_number:
+            raise BadSample("label is no number", f"{raw.key}: label {label[:20]!r}")
+        if int(label) >= len(self.class_names):
+            raise DataError(
+                f"{raw.key} has the label {label}, and {CLASS_NAMES_FILE} has {len(self.class_names)} classes; number "
+                "the classes from 0, and write one name per class"
             )
         return RawSample(raw.image, Captions((label,)), raw.key)
 
@@ -330,6 +336,14 @@ def _reason_to_refuse(folder: Path, images: _ImageFolder, names: list[str]) -> s
             "are compared as text (10 before 9) or as numbers; rename the folders so that all numbers have as many "
             "digits, or so that names differ only in their numbers"
         )
+    plain = {name: name.casefold().replace("_", " ") for name in (*names, *classes)}
+    of_folders = {plain[place] for place in classes}
+    for name, place in [] if images.is_by_number else zip(names, classes, strict=False):
+        if plain[name] != plain[place] and plain[name] in of_folders:
+            return (
+                f"{CLASS_NAMES_FILE} has the name {name!r} for the folder {place!r}, and another folder has this name; "
+                "write one name per line, in the order of the sorted folders"
+            )
     if not names and any(_WORDNET_ID.fullmatch(name) for name in classes):
         return (
             "the folders are named by WordNet ids (as ImageNet's); write the class names to "

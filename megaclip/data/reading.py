@@ -275,6 +275,8 @@ class EvaluationReader:
                 lines[row] = len(raw.lines) if captions[row] == [raw.caption] else 1
             except BadSample as bad:
                 bad_samples.append(BadSampleReport(bad.kind, bad.detail, self.dataset.shard_name(sample_id)))
+            except DataError as error:
+                return Loaded(None, bad_samples, fatal=str(error))
             except Exception as error:  # as in training
                 what = "the data" if self.tokenizer is None else "the data with `megaclip inspect`"
                 return Loaded(None, bad_samples, fatal=_unreadable(self.dataset, sample_id, error, what))

@@ -84,6 +84,7 @@ class Table:
         """Names of the classes by column, if the captions are stored as numbers of classes."""
         for column in self._captions:
             feature = dataset.features[column]
+            feature = getattr(feature, "feature", feature)  # of the captions in a list
             if isinstance(feature, ClassLabel):
                 self._classes[column] = feature.names
             dtype = str(getattr(feature, "dtype", ""))
@@ -198,9 +199,9 @@ class Table:
     def _texts(self, record: dict[str, Any], column: str, key: str) -> tuple[str, ...]:
         """Return the caption or captions in a cell, with every run of white space replaced by one space."""
         value = record[column]
-        if column in self._classes and value is not None:
-            value = self._classes[column][value] if value >= 0 else None  # -1 is an unknown class
         values = value if isinstance(value, list | tuple) else [value]
+        if names := self._classes.get(column):
+            values = [names[number] for number in values if number is not None and number >= 0]  # -1: unknown
         texts = [_text(text, key) for text in values if text is not None and text == text]  # NaN differs from itself
         if not texts:
             raise BadSample("missing caption", key)

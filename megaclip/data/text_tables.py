@@ -118,6 +118,8 @@ def _convert(index: Path, paths: Sequence[str], options: ReadingOptions) -> dict
                     f"cannot read {path}: byte 0x{error.object[error.start]:02x} is not {error.encoding}; convert the "
                     f"file to UTF-8, for example with  iconv -f CP1252 -t UTF-8 {path} > NEW_FILE"
                 ) from error
+            except csv.Error as error:
+                raise DataError(f"cannot read {path}: {error}; {_QUOTES}") from error
     account.in_samples = sum(counts)
     checksum = digest.hexdigest()[:16]
     return {"columns": columns, "rows": counts, "account": dataclasses.asdict(account), "checksum": checksum}
@@ -231,10 +233,7 @@ def _header(path: str) -> tuple[str, list[str]]:
     with _open_text(path) as file:
         header = next((line for line in file if line.strip()), "")
     separator = separator_of(header)
-    try:
-        names = next(csv.reader([header], delimiter=separator, skipinitialspace=True), [])
-    except csv.Error as error:
-        raise DataError(f"cannot read {path}: its first line: {error}") from error
+    names = next(csv.reader([header], delimiter=separator, skipinitialspace=True), [])
     return separator, [name.strip() for name in names]
 
 
@@ -271,10 +270,13 @@ def _split_rows(path: str, separator: str, quoted: bool) -> Iterator[tuple[int, 
     with _open_text(path) as file:
         quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
         reader = csv.reader(noted(), delimiter=separator, strict=True, skipinitialspace=True, quoting=quoting)
-        for cells in reader:
-            cells = [cell.strip() for cell in cells]
-            yield reader.line_num, lines, [] if not any(cells) and len(cells) < 2 else cells
-            lines.clear()
+        try:
+            for cells in reader:
+                cells = [cell.strip() for cell in cells]
+                yield reader.line_num, lines, [] if not any(cells) and len(cells) < 2 else cells
+                lines.clear()
+        except csv.Error as error:
+            raise csv.Error(f"line {reader.line_num}: {error}") from error
 
 
 def _has_quoted_cells(path: str, separator: str, width: int) -> bool:

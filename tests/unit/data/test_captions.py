@@ -95,7 +95,9 @@ def test_empty_captions_in_a_list_are_left_out(tmp_path):
 
 
 def test_captions_that_are_not_utf_8_are_bad_samples(tmp_path):
-    """Latin-1 bytes must not silently become replacement characters."""
+    """Latin-1 bytes must not silently become replacement characters. A byte order mark is no part of a caption."""
+    write_tar(tmp_path / "marked.tar", [("0.png", picture(0)), ("0.txt", "\ufeffred".encode())])
+    assert open_pairs([str(tmp_path / "marked.tar")]).caption(0) == "red"
     write_tar(tmp_path / "shard.tar", [("0.png", picture(0)), ("0.txt", "gr\xfcn".encode("latin-1"))])
     write_folder_of_pairs(tmp_path / "folder")
     (tmp_path / "folder" / "0.txt").write_bytes("gr\xfcn".encode("latin-1"))

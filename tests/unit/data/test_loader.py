@@ -424,6 +424,9 @@ def test_labelled_batches_hold_labels_and_padding(tmp_path):
     batches = list(EvaluationLoader(open_labelled(tmp_path), ImageTransform(8), None, batch_size=6))
     assert torch.cat([b.labels for b in batches]).tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, -1, -1]
     assert torch.cat([b.ids for b in batches]).tolist() == [*range(10), -1, -1]
+    (tmp_path / "classnames.txt").write_text("a\nb\n")
+    with pytest.raises(DataError, match=r"^0\.tar/2 has the label 2"):
+        list(EvaluationLoader(open_labelled(tmp_path), ImageTransform(8), None, batch_size=6))
 
 
 def read_with_little_shared_memory(folder, connection):

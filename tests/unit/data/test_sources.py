@@ -257,9 +257,11 @@ def test_captions_of_a_saved_dataset_are_texts(tmp_path):
     """
     import datasets
 
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
-    rows = {"image": [{"bytes": picture(0)}] * 4, "label": [1, 0, -1, None]}
+    label = datasets.ClassLabel(names=["cat", "dog"])
+    features = datasets.Features({"image": datasets.Image(), "label": label, "labels": datasets.List(label)})
+    rows = {"image": [{"bytes": picture(0)}] * 4, "label": [1, 0, -1, None], "labels": [[1, -1, 0], [1], [-1], None]}
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "classes")
+    assert open_pairs([str(tmp_path / "classes")], caption_key="labels").read(0).captions.texts == ("dog", "cat")
     dataset = open_pairs([str(tmp_path / "classes")], caption_key="label")
     assert [dataset.caption(0), dataset.read(1).caption] == ["dog", "cat"]
     for row in (2, 3):
@@ -360,7 +362,9 @@ def test_cells_that_are_no_text(tmp_path, cells, expected):
     assert dataset.columns == [{"image": "image", "caption": "caption"}]
 
 
-@pytest.mark.parametrize(("column", "kind"), [([datetime.date(2021, 3, 1)], "date32"), ([True], "bool")])
+@pytest.mark.parametrize(
+    ("column", "kind"), [([datetime.date(2021, 3, 1)], "date32"), ([True], "bool"), ([[True]], "bool")]
+)
 def test_captions_whose_text_is_not_known_are_refused(tmp_path, column, kind):
     parquet.write_table(pyarrow.table({"image": ["0.png"], "caption": column}), tmp_path / "pairs.parquet")
     with pytest.raises(DataError, match=rf"the captions in column caption are of type {kind}.*; store them as text"):
@@ -406,6 +410,7 @@ def test_tables_without_rows_among_others_add_none(tmp_path, kind):
         ({"x.csv": "image,caption,caption\na.png,a,b\n"}, "has 2 columns named caption; give each column its own name"),
         ({"x.csv": "image,Words\n0.png,a\n"}, "it has image, Words; set --caption-key to one of them"),
         ({"0.csv": "image,caption\n0.png,a\n", "1.csv": "image,words\n0.png,a\n"}, "1.csv' has no caption .*words"),
+        ({"x.csv": f"image,caption\n0.png,a\n1.png,{'a' * (17 << 20)}\n"}, r"x\.csv: line 3: field larger than"),
         (PICTURES, r"has no captions; put a text file .* or add a metadata.csv"),
     ],
 )  # fmt: skip
@@ -574,10 +579,14 @@ def test_labelled_datasets_in_both_layouts(tmp_path):
     assert [by_shard.read(n).caption for n in range(4)] == ["0", "1", "0", "1"]
     assert images(by_shard) == [picture(n) for n in range(4)]
     assert [by_folder.read(n).caption for n in range(4)] == ["0", "0", "1", "1"]
-    # int() raises a ValueError for the first two labels
-    for label in (b"9" * 5000, "²".encode(), b"2"):
+    # int() raises a ValueError for the first two labels; labels from 1 to 2 would all be wrong
+    for label, error in (
+        (b"9" * 5000, BadSample("label is no number", "")),
+        ("²".encode(), BadSample("label is no number", "")),
+        (b"2", DataError(r"the label 2, and classnames\.txt has 2 classes")),
+    ):
         write_tar(shards / "test" / "²0.tar", [("0.png", picture(0)), ("0.cls", label)])
-        with pytest.raises(BadSample, match="outside"):
+        with pytest.raises(type(error), match=str(error)):
             open_labelled(shards).read(0)
     (folder / "classnames.txt").write_text("one\n")
     with pytest.raises(DataError, match="1 class names for 2 folders"):
@@ -668,6 +677,9 @@ def test_names_of_hub_datasets():
         # an unrelated folder must not make the ids acceptable
         ({"n01440764/1.png": 1, "n01443537/1.png": 1, "lost+found/.x": ""}, r"WordNet ids .* to classnames\.txt",
          {"classnames.txt": "lost\ntench\ngoldfish\n"}, ["lost", "tench", "goldfish"]),
+        ({"big_cat/0.png": 0, "dog/0.png": 0, "classnames.txt": "dog\nBig cat\n"},
+         "has the name 'dog' for the folder 'big_cat', and another folder",
+         {"classnames.txt": "Big Cat\nwolf\n"}, ["Big Cat", "wolf"]),
         # --image-key and --caption-key apply to pairs only
         ({"classnames.txt": "cat\ndog\n", "0.tar": b"\0" * 10240},
          r"no samples .* such as 000000\.jpg and 000000\.cls$", None, None),
