@@ -20,7 +20,7 @@ from megaclip.config.optimizers import Optimizer
 from megaclip.config.section import MegaclipSection
 from megaclip.errors import ConfigError, closest
 from megaclip.logging import get_logger
-from megaclip.zero.settings import DeepSpeedZeroConfig
+from megaclip.zero.settings import DeepSpeedMonitorConfig, DeepSpeedZeroConfig
 
 logger = get_logger(__name__)
 
@@ -105,8 +105,14 @@ class TrainingConfig:
 
     @property
     def for_deepspeed(self) -> dict[str, Any]:
-        """The configuration that DeepSpeed receives: the file's contents, with `DEEPSPEED_DEFAULTS`."""
-        config = dict(self.deepspeed)
+        """The configuration that DeepSpeed receives: the file's contents without `monitors`, with `DEEPSPEED_DEFAULTS`.
+
+        DeepSpeed's engine would log the learning rate by the number of samples. wandb then ignores the run's curves,
+        whose steps are smaller.
+        """
+        config = {
+            name: section for name, section in self.deepspeed.items() if name not in DeepSpeedMonitorConfig.model_fields
+        }
         if self.bf16:
             config["bf16"] = DEEPSPEED_DEFAULTS["bf16"] | config["bf16"]
         if self.zero_stage in (1, 2):
@@ -116,6 +122,13 @@ class TrainingConfig:
             throughput = DEEPSPEED_DEFAULTS["timers"]["throughput"] | timers.get("throughput", {})
             config["timers"] = timers | {"throughput": throughput}
         return config
+
+    @property
+    def monitors(self) -> DeepSpeedMonitorConfig:
+        """Sections of DeepSpeed's monitors, to which the run writes its curves."""
+        return DeepSpeedMonitorConfig(
+            **{name: getattr(self.settings, name) for name in DeepSpeedMonitorConfig.model_fields}
+        )
 
     @property
     def zero(self) -> DeepSpeedZeroConfig:

@@ -14,8 +14,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from megaclip.errors import first_line
 from megaclip.logging import get_logger
+from megaclip.zero.settings import DeepSpeedMonitorConfig, MonitorMaster
 
 logger = get_logger(__name__)
 
@@ -93,7 +94,7 @@ class Metrics:
         total_steps: int,
         global_batch: int,
         log_every: int,
-        monitor: Any,
+        monitors: DeepSpeedMonitorConfig,
     ) -> None:
         """
         Args:
@@ -101,12 +102,12 @@ class Metrics:
             first_rank: whether this rank reports.
             start_step: number of steps that are already done.
             log_every: period of log lines in steps.
-            monitor: DeepSpeed's MonitorMaster, or None.
+            monitors: sections of ds_config.json.
         """
         self._global_batch = global_batch
         self._log_every = log_every
         self._total_steps = total_steps
-        self._curves = Curves(folder / "tensorboard", start_step, monitor) if first_rank else None
+        self._curves = Curves(folder / "tensorboard", start_step, monitors) if first_rank else None
         """None on ranks that do not report."""
         self._loss_level = LossLevel()
         self._shows_bar = first_rank and sys.stderr.isatty()
@@ -255,31 +256,29 @@ def _listed(counts: dict[str, int]) -> str:
 class Curves:
     """Writer of the curves of a run, on the rank that reports: to TensorBoard, and to DeepSpeed's monitors.
 
-    If one of them cannot write, for example because the disk is full, the error is logged once. The run then continues
-    without it. A resumed run writes both again.
+    If one of them cannot start or write, for example because the disk is full, the error is logged once. The run then
+    continues without it. A resumed run writes both again.
     """
 
-    def __init__(self, folder: Path, start_step: int, monitor: Any) -> None:
+    def __init__(self, folder: Path, start_step: int, monitors: DeepSpeedMonitorConfig) -> None:
         """
         Args:
             folder: folder of TensorBoard's files.
             start_step: number of steps that are already done. TensorBoard hides what an earlier process wrote after
                 this step.
-            monitor: DeepSpeed's MonitorMaster, or None.
+            monitors: sections of ds_config.json.
         """
         self._tensorboard, self._monitors = f"TensorBoard's files in {folder}", "the monitors of ds_config.json"
         self._outputs: dict[str, Any] = {}
         """Those that can be written, by their names in the log."""
-        if monitor is not None and monitor.enabled:
-            self._outputs[self._monitors] = monitor
-            table = getattr(monitor, "csv_monitor", None)
-            if table is not None and table.enabled:  # a file of the run that is resumed has its header
-                table.filenames += [path.stem for path in Path(table.log_dir).glob("*.csv")]
+        if monitors.enabled:
+            with self._reported(self._monitors):
+                self._outputs[self._monitors] = monitor = MonitorMaster(monitors)
+                if (table := monitor.csv_monitor) is not None:  # a file of the run that is resumed has its header
+                    table.filenames += [path.stem for path in Path(table.log_dir).glob("*.csv")]
         _hide_traceback_of_writer()
-        try:
+        with self._reported(self._tensorboard):
             self._outputs[self._tensorboard] = SummaryWriter(str(folder), purge_step=start_step + 1)
-        except OSError as error:
-            self._continue_without(self._tensorboard, error)
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         """Write scalars by name."""
@@ -301,20 +300,23 @@ class Curves:
         self._outputs.clear()
 
     def _try(self, output: str, action: Callable[[Any], Any]) -> None:
-        try:
-            if output in self._outputs:
+        if output in self._outputs:
+            with self._reported(output):
                 action(self._outputs[output])
-        except OSError as error:
-            self._continue_without(output, error)
 
-    def _continue_without(self, output: str, error: OSError) -> None:
-        self._outputs.pop(output, None)
-        logger.warning(
-            "%s cannot be written (%s); the run continues without curves there; to get them after a resume, free space "
-            "or fix permissions first",
-            output,
-            first_line(error),
-        )
+    @contextmanager
+    def _reported(self, output: str) -> Iterator[None]:
+        """Log an error of an output, which is then no longer written."""
+        try:
+            yield
+        except Exception as error:  # wandb and comet have classes of their own
+            self._outputs.pop(output, None)
+            logger.warning(
+                "%s cannot be written (%s); the run continues without curves there; to get them after a resume, free "
+                "space, fix permissions or log in first",
+                output,
+                first_line(error),
+            )
 
 
 def _hide_traceback_of_writer() -> None:

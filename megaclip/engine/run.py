@@ -251,7 +251,7 @@ class Run:
             total_steps=self.length.total_steps,
             global_batch=self.trainer.batch.global_batch,
             log_every=self.arguments.log_every_n_steps,
-            monitor=self.trainer.engine.monitor,
+            monitors=self.inputs.config.monitors,
         )
 
     def _log_batch(self) -> None:

@@ -76,6 +76,14 @@ def test_deepspeed_receives_the_file_with_defaults_for_what_it_leaves_out(tmp_pa
     assert config.deepspeed == {**VALID, **changes}, "settings.json must equal the file"
 
 
+def test_deepspeed_does_not_write_to_the_monitors_of_a_run(tmp_path):
+    """Its engine counts samples, and wandb ignores smaller steps after them."""
+    table = {"enabled": True, "output_path": "x", "job_name": "y"}
+    config = load_training_config(write(tmp_path, csv_monitor=table, wandb={"enabled": False}))
+    assert config.for_deepspeed == {**VALID, "timers": NO_TIMER}
+    assert config.monitors.enabled and config.monitors.csv_monitor.job_name == "y"
+
+
 MISTAKES = """
 megaclip.exchnage=ring | unknown key megaclip.exchnage; did you mean 'exchange'?
 megaclip.keep-graphs=0 | unknown key megaclip.keep-graphs; did you mean 'keep_graphs'?

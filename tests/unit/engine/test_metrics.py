@@ -9,13 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deepspeed.monitor import csv_monitor
+from deepspeed import comm as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megaclip.engine import metrics, trainer
 from megaclip.engine.metrics import Curves, LossLevel, Metrics, StepMetrics
 from megaclip.engine.trainer import SkippedSteps
 from megaclip.errors import NonFiniteError
+from megaclip.zero.settings import DeepSpeedMonitorConfig
+
+NO_MONITORS = DeepSpeedMonitorConfig()
 
 
 @pytest.fixture
@@ -29,10 +32,7 @@ def warnings(monkeypatch) -> list[str]:
 class FullMonitor:
     """Monitor that fails as on a full disk."""
 
-    enabled = True
-
-    def __init__(self) -> None:
-        self.calls = 0
+    calls, csv_monitor = 0, None
 
     def write_events(self, events: list[Any]) -> None:
         self.calls += 1
@@ -44,7 +44,7 @@ def test_a_run_that_waits_for_samples_says_so_once(tmp_path, warnings, monkeypat
     """Steps take one second. The first one waits for the workers to start."""
     clock = itertools.count()
     monkeypatch.setattr(metrics.time, "monotonic", lambda: float(next(clock)))
-    settings = {"start_step": 0, "total_steps": 99, "global_batch": 1, "log_every": 9, "monitor": None}
+    settings = {"start_step": 0, "total_steps": 99, "global_batch": 1, "log_every": 9, "monitors": NO_MONITORS}
     with Metrics(tmp_path, first_rank=True, **settings) as report:
         for step in range(1, 40):
             report.record_step(step, StepMetrics(1.0, 1.0, 1.0, 1.0, data_wait_s=1.0 if step == 1 else wait_s))
@@ -54,10 +54,13 @@ def test_a_run_that_waits_for_samples_says_so_once(tmp_path, warnings, monkeypat
     assert events.Scalars("train/data_wait_s")[-1].value == pytest.approx(wait_s)
 
 
-def test_a_run_continues_without_curves_when_the_disk_is_full(tmp_path: Path, warnings: list[str], capfd) -> None:
+def test_a_run_continues_without_curves_when_the_disk_is_full(
+    tmp_path: Path, warnings: list[str], monkeypatch, capfd
+) -> None:
     """No file of this process may grow beyond 2,000 bytes, as on a full disk."""
     monitor = FullMonitor()
-    curves = Curves(tmp_path, 0, monitor)
+    monkeypatch.setattr(metrics, "MonitorMaster", lambda _: monitor)
+    curves = Curves(tmp_path, 0, DeepSpeedMonitorConfig(wandb={"enabled": True}))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     curves.write(1, {"loss": 1.0})
     curves.flush()
@@ -79,12 +82,10 @@ def test_a_run_continues_without_curves_when_the_disk_is_full(tmp_path: Path, wa
 
 
 def test_the_csv_files_of_a_resumed_run_have_one_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(csv_monitor.dist, "get_rank", lambda: 0)
-    config = SimpleNamespace(enabled=True, output_path=str(tmp_path), job_name="csv")
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monitors = DeepSpeedMonitorConfig(csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "csv"})
     for start in (0, 2):
-        table = csv_monitor.csvMonitor(config)
-        monitor = SimpleNamespace(enabled=True, csv_monitor=table, write_events=table.write_events)
-        curves = Curves(tmp_path / "tensorboard", start, monitor)
+        curves = Curves(tmp_path / "tensorboard", start, monitors)
         for step in (start + 1, start + 2):
             curves.write(step, {"train/loss": float(step), "new": 0.0} if start else {"train/loss": float(step)})
         curves.close()
@@ -98,12 +99,19 @@ def test_the_csv_files_of_a_resumed_run_have_one_header(tmp_path: Path, monkeypa
     assert (tmp_path / "csv" / "new.csv").read_text().split() == ["step,new", "3,0.0", "4,0.0"]
 
 
-def test_a_folder_that_cannot_be_written_to_leaves_the_run_without_curves(tmp_path: Path, warnings: list[str]) -> None:
+def test_outputs_that_do_not_start_leave_the_run_without_curves(tmp_path: Path, warnings, monkeypatch) -> None:
+    """A folder below a file, and wandb without a key."""
+
+    def not_logged_in(_config: DeepSpeedMonitorConfig) -> None:
+        raise RuntimeError("No API key configured. Use `wandb login` to log in.")
+
     (tmp_path / "file").write_text("")
-    curves = Curves(tmp_path / "file" / "tensorboard", 0, SimpleNamespace(enabled=False))
+    monkeypatch.setattr(metrics, "MonitorMaster", not_logged_in)
+    curves = Curves(tmp_path / "file" / "tensorboard", 0, DeepSpeedMonitorConfig(wandb={"enabled": True}))
     curves.write(1, {"loss": 1.0})
     curves.close()
-    assert len(warnings) == 1 and "continues without curves" in warnings[0]
+    assert len(warnings) == 2 and all("continues without curves" in line for line in warnings)
+    assert "(No API key configured. " in warnings[0]
 
 
 def test_a_loss_far_above_its_level_is_logged_once(warnings: list[str]) -> None:
@@ -167,7 +175,9 @@ def test_the_first_step_every_tenth_step_and_at_least_one_step_per_minute_are_lo
     monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now[0]))
     lines: list[int] = []
     monkeypatch.setattr(metrics.logger, "info", lambda text, step, *_: lines.append(step))
-    run = Metrics(tmp_path, first_rank=True, start_step=3, total_steps=33, global_batch=8, log_every=10, monitor=None)
+    run = Metrics(
+        tmp_path, first_rank=True, start_step=3, total_steps=33, global_batch=8, log_every=10, monitors=NO_MONITORS
+    )
     with run:
         for step in range(4, 34):
             now[0] += step_s
