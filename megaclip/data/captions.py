@@ -27,6 +27,7 @@ _JSON_CHECKED = 64
 """Number of JSON files that are searched for the fields of each key."""
 _ABSENT = ("missing caption", "empty caption")
 """Kinds of bad samples that mean, with several keys, that the sample does not have a key."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _WEIGHTED = re.compile(r"(.+?):\s*([+-]?(?:[0-9.][0-9.eE+-]*|nan|inf(?:inity)?))\s*(?:,|$)", re.IGNORECASE)
 """A key and its weight. A key ends only before a weight, so it may contain colons and commas."""
 
@@ -127,7 +128,7 @@ class CaptionKeys:
             raise BadSample("undecodable JSON", f"{key}: expected one JSON object")
         value = next((record[field] for field in self.fields if record.get(field) is not None), None)
         values = value if isinstance(value, list) else [value]
-        texts = [item for item in values if isinstance(item, str)]
+        texts = list(filter(is_text, values))
         if not texts:
             raise BadSample("missing caption", f"{key}: no text in the field {' or '.join(self.fields)} of its JSON")
         return cleaned(texts, key)
@@ -164,6 +165,11 @@ def empty_caption(key: str, *texts: str) -> BadSample:
 def is_blank(text: str) -> bool:
     """Return whether a caption shows nothing when it is cleaned: only spaces, control characters or &nbsp;."""
     return not any(character.isprintable() and character != " " for character in html.unescape(html.unescape(text)))
+
+
+def is_text(value: Any) -> bool:
+    """Return whether a value is text that has a UTF-8 encoding. Half of a surrogate pair, as JSON allows, has none."""
+    return isinstance(value, str) and _SURROGATE.search(value) is None
 
 
 def json_record(text: str | bytes) -> dict[str, Any] | None:

@@ -118,7 +118,7 @@ def reading(path: Path | RemoteFile) -> Iterator[None]:
 
 
 def _index_folders(root: Path, *, is_remote: bool) -> list[Path]:
-    place = hashlib.sha256(str(root).encode()).hexdigest()[:16]
+    place = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
     beside = [] if is_remote else [root / INDEX_FOLDER]
     try:
         return [*beside, user_cache() / place]

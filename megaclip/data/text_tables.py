@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from megaclip.data.captions import weighted_keys
+from megaclip.data.captions import is_text, weighted_keys
 from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.index import open_index, reading
 from megaclip.data.source import MAX_BYTES, Account, ReadingOptions
@@ -172,16 +172,10 @@ def _json(value: Any) -> str | None:
 
 
 def _text(value: Any) -> str | None:
-    """Return a value as text, or None if it is none, or text that has no UTF-8 encoding (half of a surrogate pair)."""
+    """Return a value as text, or None if it is none (`captions.is_text`)."""
     if isinstance(value, bool):
         return json.dumps(value)
-    if not isinstance(value, str):
-        return None
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return None
-    return value
+    return value if is_text(value) else None
 
 
 def _open_text(path: str) -> TextIO:

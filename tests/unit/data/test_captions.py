@@ -67,6 +67,7 @@ JSON_CAPTIONS = {
     "two captions": b'{"caption": ["a  b", "c"]}',
     "number": b'{"caption": 3}',
     "null": b'{"caption": null}',
+    "half of a surrogate pair": b'{"caption": "a \\ud800"}',
     "list": b"[1, 2]",
     "broken": b'{"caption": "x',
     "nested": b"[" * 200_000,
@@ -79,7 +80,7 @@ def test_a_json_caption_that_is_no_text_is_a_bad_sample(tmp_path):
     for spec in write_json_pairs(tmp_path, JSON_CAPTIONS.values()):
         dataset = open_pairs([spec], caption_key="json.caption")
         assert dataset.read(0).captions.texts == ("a b", "c")
-        bad = ["missing caption"] * 2 + ["undecodable JSON"] * 3
+        bad = ["missing caption"] * 3 + ["undecodable JSON"] * 3
         assert outcomes(dataset)[1:] == [*bad, "a cat", "caption is not UTF-8"]
 
 

@@ -171,6 +171,7 @@ def test_what_is_no_tar_file_or_has_no_samples_is_one_error(tmp_path, make, mess
 
 
 def test_the_index_is_reused_until_a_shard_changes(tmp_path, monkeypatch):
+    tmp_path /= os.fsdecode(b"gr\xfcn")  # a name in Latin-1
     paths = write_shards(tmp_path, [3, 4])
     assert len(TarShards(paths)) == 7
     monkeypatch.setattr(tar_shards, "walk_shard", _must_not_walk)
