@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -30,11 +31,12 @@ IMAGE_COLUMNS = (
 )
 CAPTION_COLUMNS = ("caption", "text", "txt", "title", "captions", "sentence", "alt_text", "sentences", "comment")
 BLANK = "a blank line"
-_FORMAT = 3
+_FORMAT = 4
 _IMAGE_SUFFIXES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
 _BATCH = 10_000
 _RECORDS_CHECKED = 100
 """Number of first JSON records whose fields are the columns of a file."""
+_RETURN_IN_CELL = re.compile(r"\r(?!\n|$)")
 _QUOTES = (
     "put cells with line breaks, separators or quotation marks in quotation marks, and write each quotation mark in "
     "them twice"
@@ -179,7 +181,10 @@ def _text(value: Any) -> str | None:
 
 
 def _open_text(path: str) -> TextIO:
-    """Open a text file in UTF-8 or, if it starts with a byte order mark, in UTF-16. Raises DataError for null bytes."""
+    """Open a text file in UTF-8 or, if it starts with a byte order mark, in UTF-16. Raises DataError for null bytes.
+
+    A carriage return ends a line only if it ends the first one. pandas writes it in cells without quotation marks.
+    """
     with reading(Path(path)), open(path, "rb") as file:
         head = file.read(4096)
     is_utf_16 = head[:2] in (b"\xff\xfe", b"\xfe\xff")
@@ -188,7 +193,8 @@ def _open_text(path: str) -> TextIO:
             f"cannot read {path}: it contains null bytes and is no text in UTF-8; convert it, for example with  "
             f"iconv -f UTF-16LE -t UTF-8 {path} > NEW_FILE"
         )
-    return open(path, encoding="utf-16" if is_utf_16 else "utf-8-sig", newline="")
+    newline = "" if re.match(rb"[^\r\n]*\r(?!\n)", head) else "\n"
+    return open(path, encoding="utf-16" if is_utf_16 else "utf-8-sig", newline=newline)
 
 
 def _records(path: str, account: Account) -> Iterator[dict[str, Any]]:
@@ -258,8 +264,8 @@ def _split_rows(path: str, separator: str, quoted: bool) -> Iterator[tuple[int, 
 
     def noted() -> Iterator[str]:
         for line in file:
-            lines.append(line)
-            yield line
+            lines.append(_RETURN_IN_CELL.sub(" ", line))
+            yield lines[-1]
 
     with _open_text(path) as file:
         quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE

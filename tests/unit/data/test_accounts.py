@@ -194,17 +194,23 @@ def test_files_of_another_type_beside_the_data_are_counted(tmp_path, kind, count
 
 
 CELLS = st.sampled_from(
-    ("0.png", "", "a cat", '"red"', '"', 'a "b" c', "x,y", "two\nlines", "\ttab", "ü", "1.png\n0.png,end")
+    ("0.png", "", "a cat", '"red"', '"', 'a "b" c', "x,y", "two\nlines", "re\rturn", "\ttab", "ü", "1.png\n0.png,end")
 )
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=6), st.sampled_from(",\t;|"), st.booleans())
-def test_the_rows_of_a_csv_file_are_read_as_the_csv_module_wrote_them_or_refused(rows, separator, quote_all):
+@given(
+    st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=6),
+    st.sampled_from(",\t;|"),
+    st.booleans(),
+    st.sampled_from(("\n", "\r\n")),
+)
+def test_the_rows_of_a_csv_file_are_read_as_the_csv_module_wrote_them_or_refused(rows, separator, quote_all, end):
     with tempfile.TemporaryDirectory() as place:
         path = Path(place, "x.csv")
         with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, delimiter=separator, quoting=csv.QUOTE_ALL if quote_all else csv.QUOTE_MINIMAL)
+            quoting = csv.QUOTE_ALL if quote_all else csv.QUOTE_MINIMAL
+            writer = csv.writer(file, delimiter=separator, quoting=quoting, lineterminator=end)
             writer.writerows([("filepath", "title"), *rows])
         try:
             dataset = open_pairs([str(path)])

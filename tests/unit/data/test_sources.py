@@ -300,7 +300,8 @@ def test_captions_of_a_saved_dataset_are_texts(tmp_path):
         # quotation marks that enclose cells with separators, line breaks and quotation marks
         (PICTURES | {"x.csv": 'filepath,title\r\n0.png,"A ""cat"", red.\r\nIt runs, fast"\r\n1.png,b\r\n'},
          {'A "cat", red. It runs, fast': 0, "b": 1}),
-        # blank lines, byte order marks and UTF-16
+        # blank lines, carriage returns, byte order marks and UTF-16
+        (PICTURES | {"x.csv": "filepath,title\r0.png,old\r1.png,b\r"}, {"old": 0, "b": 1}),
         (PICTURES | {"x.csv": "\n\nfilepath,title\n0.png,000\n\n1.png,b\n"}, {"000": 0, "b": 1}),
         (PICTURES | {"x.csv": "\ufefffilepath,title\n0.png,grün\n"}, {"grün": 0}),
         (PICTURES | {"x.csv": "filepath,title\n0.png,grün\n".encode("utf-16")}, {"grün": 0}),
