@@ -60,12 +60,15 @@ class Encoded:
     """Function that returns the inputs of each chunk, in the order of the samples."""
 
     def __post_init__(self) -> None:
-        if sum(value is not None for value in (self.chunk, self.tokens, self.split)) > 1:
+        if self.divisors() > 1:
             raise ConfigError("Encoded takes one of chunk, tokens and split; leave out the others")
         for name in ("chunk", "tokens"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"Encoded(..., {name}={value!r}): {name} must be a positive integer")
+
+    def divisors(self) -> int:
+        return sum(value is not None for value in (self.chunk, self.tokens, self.split))
 
 
 class GradientCache:
@@ -185,11 +188,13 @@ class GradientCache:
         """Divide the inputs. All ranks agree on the numbers of chunks and of kept graphs by exchanging integers."""
         error: Exception | None = None
         chunks: list[Chunks] = []
+        own = [-1]
         try:
             chunks = [divided(each.inputs, each.chunk, each.tokens, each.split) for each in encoded]
+            numbers = (len(part.inputs) if each.divisors() else 0 for part, each in zip(chunks, encoded, strict=True))
+            own = [len(encoded), *numbers]
         except Exception as problem:  # kept until every rank knows of it
             error = problem
-        own = [len(encoded), *(len(each.inputs) for each in chunks)] if error is None else [-1]
         size = _PLACES * (1 + len(encoded) // _PLACES)  # equal on ranks that pass different numbers of arguments
         everyone = gather_integers(own + [0] * (size - len(own)), group=self._group)
         if error is not None:
@@ -311,12 +316,13 @@ class _EncodedChunks:
     """The chunks of an `Encoded` argument on this rank, as a `ChunkSource`.
 
     Chunks beyond this rank's own are blank: its last chunk again, or a row of zeros, with gradient zero.
+
+    count: number of chunks of the rank with the most, or 0 if no rank divides the inputs.
     """
 
     def __init__(self, index: int, encoded: Encoded, chunks: Chunks, count: int, cache: GradientCache) -> None:
-        self.index, self.encoded, self.count, self.kept = index, encoded, count, 0
-        self.is_trained = True
-        self.is_whole = encoded.chunk is None and encoded.tokens is None and encoded.split is None
+        self.index, self.encoded, self.count, self.kept = index, encoded, max(1, count), 0
+        self.is_trained, self.is_whole = True, count == 0
         self._chunks, self._order, self._cache = chunks.inputs, chunks.order, cache
         self._own = len(chunks.inputs)
         if chunks.is_empty and cache.gathers_parameters:

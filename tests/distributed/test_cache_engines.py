@@ -395,6 +395,7 @@ VARIANTS: dict[str, tuple[Callable[[], tuple[Any, Model]], str, float]] = {
     "ZeRO-2, its parameter in the loss": (lambda: zero(2), "loss", 1e-5),
     "two DDP modules": (lambda: each_encoder(DistributedDataParallel), "module", 1e-9),
     "two FSDP2 modules": (lambda: each_encoder(fully_shard), "module", 1e-9),
+    "FSDP2, whole inputs on one rank": (lambda: built(Row("fsdp", 2, "two"))[:2], "scale from the engine, whole", 1e-9),
     "ZeRO-0, bf16": (lambda: zero(0, dtype="bf16"), "engine", 3e-2),
     "ZeRO-1, bf16": (lambda: zero(1, dtype="bf16"), "engine", 3e-2),
     "ZeRO-1, fp16, its parameter in the loss": (lambda: zero(1, dtype="fp16"), "loss", 3e-3),
@@ -506,7 +507,8 @@ def vary(build: Callable[[], tuple[Any, Model]], calls: str, keep: int) -> dict[
     for step in range(2):
         model.zero_grad()
         inputs = zip("ab", inputs_of(BASE, dist.get_rank(), dtype), strict=True)
-        encoded = [Encoded(functools.partial(called, name), x, split=split) for name, x in inputs]
+        division = None if "whole" in calls and dist.get_rank() == 0 else split
+        encoded = [Encoded(functools.partial(called, name), x, split=division) for name, x in inputs]
         if calls == "full" and dist.get_rank() == 1:
             encoded[1] = Encoded(no_memory, encoded[1].inputs, chunk=2)
         if calls == "missing" and dist.get_rank() == 1:
