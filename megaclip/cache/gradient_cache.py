@@ -125,8 +125,8 @@ class GradientCache:
         Raises:
             DataError: on every rank, if the inputs of a rank cannot be divided into chunks, or ranks pass different
                 numbers of `Encoded` arguments.
-            MegaclipError: an encoder has failed on another rank. With FSDP2 and ZeRO-3, whose forward passes
-                communicate, only that rank raises, as in a plain step.
+            MegaclipError: an encoder has failed on another rank before the loss. With FSDP2 and ZeRO-3, whose forward
+                passes communicate, only that rank raises, as in a plain step. So it does after the loss.
             ConfigError: an argument cannot be used with the engine.
         """
         keys = [*range(len(arguments)), *named]
@@ -191,8 +191,8 @@ class GradientCache:
         own = [-1]
         try:
             chunks = [divided(each.inputs, each.chunk, each.tokens, each.split) for each in encoded]
-            numbers = (len(part.inputs) if each.divisors() else 0 for part, each in zip(chunks, encoded, strict=True))
-            own = [len(encoded), *numbers]
+            divided_in = (len(part.inputs) * bool(each.divisors()) for part, each in zip(chunks, encoded, strict=True))
+            own = [len(encoded), *divided_in]
         except Exception as problem:  # kept until every rank knows of it
             error = problem
         size = _PLACES * (1 + len(encoded) // _PLACES)  # equal on ranks that pass different numbers of arguments

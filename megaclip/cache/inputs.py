@@ -66,9 +66,7 @@ def samples_of(inputs: Any) -> int:
     """Return the number of rows of every tensor and list of `inputs`. Raises DataError if they differ."""
     counts = {len(leaf) for leaf in _leaves(inputs)}
     if len(counts) != 1:
-        found = (
-            f"the tensors of an encoder's inputs have {sorted(counts)} rows" if counts else "no tensor, array or list"
-        )
+        found = f"tensors of {sorted(counts)} rows" if counts else "no tensor, array or list"
         raise DataError(
             f"an encoder's inputs ({type(inputs).__name__}) have {found}, so their samples are not known; pass "
             "Encoded(..., split=function), which returns a list of inputs, one per chunk"

@@ -34,21 +34,21 @@ def check_features(
     """Raise DataError on all ranks unless all have features (b, D) of one shape and dtype and scalars of one element.
 
     Return the largest number of negatives of a rank. further: the tensors `_FURTHER`, which `SummedLoss.forward`
-    documents. The settings on which the collectives of a call depend must be equal on all ranks too, and which of
+    documents. The settings must be equal on all ranks too, except those of the tiles of a rank, and which of
     `_FURTHER` are given. Without an error the only communication is one gather of four integers, and none on one rank.
     """
     meaning = getattr(settings, "ids", "ignore")
     problem: Exception | None = None
-    signature, way, features = [-1, 0, 0, 0], "", ""
+    common, features = settings.model_dump(exclude={"implementation", "tile_budget_mib"}), ""
+    signature = [-1, 0, 0, 0]
     try:
         where = f"on rank {ranks.rank}"
         _check_own(image_features, text_features, logit_scale, logit_bias, where)
         _check_further(image_features, dict(zip(_FURTHER, further, strict=True)), meaning, where)
-        way = f"{settings.exchange}, {settings.reduction}, {settings.payload}, {meaning}"
         given = [f" with {name}" for name, tensor in zip(_FURTHER, further, strict=True) if tensor is not None]
         kind = "CPU" if image_features.device.type == "cpu" else "accelerator"  # a collective cannot combine both
         features = f"{tuple(image_features.shape)} {image_features.dtype} ({kind}){''.join(given)}"
-        digest = int.from_bytes(hashlib.sha256(f"{way} {features}".encode()).digest()[:7], "big")
+        digest = int.from_bytes(hashlib.sha256(f"{common} {features}".encode()).digest()[:7], "big")
         signature = [0 if further[0] is None else len(further[0]), *image_features.shape, digest]
     except Exception as error:  # also one of PyTorch, which nested tensors raise; raised below, on all ranks
         if ranks.size == 1:
@@ -62,13 +62,14 @@ def check_features(
             if problem is not None:
                 raise problem
     if any(other[1:] != signature[1:] for other in signatures):
-        first, *others = gather_objects((way, features), group=ranks)
+        first, *others = gather_objects((common, features), group=ranks)
         rank, other = next((rank, other) for rank, other in enumerate(others, start=1) if other != first)
-        if other[0] != first[0]:
-            raise DataError(
-                f"exchange, reduction, payload and ids of the loss are {first[0]} on rank 0 and {other[0]} on rank "
-                f"{rank}; construct the loss with the same settings on all ranks"
-            )
+        for name, value in first[0].items():
+            if other[0].get(name) != value:
+                raise DataError(
+                    f"{name} of the loss is {value!r} on rank 0 and {other[0].get(name)!r} on rank {rank}; construct "
+                    "the loss with the same settings on all ranks"
+                )
         raise DataError(
             f"the features are {first[1]} on rank 0 and {other[1]} on rank {rank}; expected one shape and dtype on "
             "all ranks, on CPUs or on accelerators, and the same arguments: give every rank the same local batch, and "

@@ -4,7 +4,7 @@
 the positive (docs/mathematics.md). One pass over the batch computes the statistics, and another the gradients. The
 terms of the positives are added here, per row.
 
-Variants, which can be combined:
+Variants, which can be combined, except margin with ids="positive":
 
 * ids="mask": the log-sum-exps also exclude the entries whose pairs have equal ids.
 * ids="positive": `alpha*s_ii` becomes the mean over P(i), the pairs with the id of pair i, which stay in the

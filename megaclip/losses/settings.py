@@ -159,6 +159,13 @@ class ClipLossSettings(BatchLossSettings):
     """Leave out negatives that are more similar to their image or text than its positive by more than this margin of
     the cosine, as probable false negatives. The tiles then run in PyTorch. Default: none are left out."""
 
+    @field_validator("margin")
+    @classmethod
+    def _check_margin(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("ids") == "positive":
+            raise ValueError("requires ids 'mask' or 'ignore', because it would leave out positives too")
+        return value
+
     same_side: bool = False
     """Contrast pairs within each side too: the denominators of pair i include the images of the other pairs with image
     i, and their texts with text i, as queries and documents in Qwen3 Embedding (arXiv:2506.05176). This triples the

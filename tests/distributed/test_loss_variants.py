@@ -4,6 +4,7 @@ The oracle forms the matrices of one process and masks them. It uses none of the
 all pairs replace the grid.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import pytest
@@ -39,6 +40,8 @@ class Case(NamedTuple):
 
 def is_possible(row: dict[str, Any]) -> bool:
     if row.get("ids") == "ignore" and "ids" in row.get("negatives", ""):
+        return False
+    if row.get("ids") == "positive" and row.get("margin"):
         return False
     only_clip = not row.get("symmetric", True) or row.get("weighted") or row.get("same_side") or row.get("margin")
     return not only_clip or row.get("kind") is not SigLipLoss
@@ -215,8 +218,15 @@ def check_errors() -> list[str]:
     if group_size() > 1:
         cases += [("ignore", {"negatives": x} if is_last else {}, " with negatives on rank")]
     found = []
+    for name, value in ({"same_side": True, "symmetric": False, "margin": 0.1} if group_size() > 1 else {}).items():
+        loss = ClipLoss(**{name: value} if is_last else {})
+        found += expect_same_error(
+            functools.partial(loss, x, x, scale),
+            f"{name} of the loss is {getattr(ClipLoss().settings, name)} on rank 0 and {value} on rank",
+        )
     for meaning, given, text in cases:
         found += expect_same_error(lambda: ClipLoss(ids=meaning)(x, x, scale, **given), text)  # noqa: B023
+    found += expect_same_error(lambda: ClipLoss(ids="positive", margin=0.1), "margin: requires ids 'mask' or 'ignore'")
     return found + expect_same_error(lambda: SigLipLoss()(x, x, scale, weights=torch.ones(4)), "weights are given to")
 
 

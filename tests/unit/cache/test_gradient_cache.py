@@ -157,7 +157,7 @@ def test_a_users_own_split_and_a_loss_with_parameters() -> None:
     GradientCache(loss).step(Encoded(pool, batch, split=split), labels=labels)
     for parameter, gradient in zip(parameters, expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-12)
-    with pytest.raises(DataError, match=r"have \[4, 8\] rows.*split="):
+    with pytest.raises(DataError, match=r"have tensors of \[4, 8\] rows, so.*split="):
         GradientCache(loss).step(Encoded(pool, batch, chunk=2), labels=labels)
 
 
