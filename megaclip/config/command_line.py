@@ -49,7 +49,6 @@ OPEN_CLIP_FLAGS, FASTCLIP_FLAGS = (_replacements(OTHER_TRAINERS[trainer]) for tr
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
-NotNegativeFloat = Annotated[float, Field(ge=0)]
 
 
 _GROUPS = {
@@ -258,7 +257,7 @@ class TrainArguments(BaseModel):
         description="what to do when the loss or the gradient norm is infinite or NaN: 'stop', or 'skip' or 'skip:N' "
         f"to leave out the update of such a step, at most N in a row (default of N: {DEFAULT_SKIPS_IN_A_ROW})",
     )
-    hang_timeout: NotNegativeFloat | None = None
+    hang_timeout: Annotated[float, Field(ge=0, le=1e7)] | None = None  # PyTorch's time-outs overflow at 1e9
     """seconds without a finished step after which a run writes its stacks and ends; 0 turns this off (default: 20 times
     the median step, at least 900)"""
     no_plan: bool = False

@@ -58,6 +58,7 @@ MISTAKES = f"""
 --lrr 1 | unknown argument '--lrr'; if you mean '--lr', that is set in ds_config.json: optim
 surplus --seed 1 more | unknown argument 'more'
 --objective f.py:X | --objective is set in ds_config.json: megaclip.objective; on the command line: --set
+--hang-timeout 1e9 | --hang-timeout: Input should be less than or equal to 10000000
 --batch-size 64 | --batch-size is set in ds_config.json: train_micro_batch_size_per_gpu
 --batch_size 64 | --batch_size is set in ds_config.json: train_micro_batch_size_per_gpu
 --lr=1 | --lr is set in ds_config.json
