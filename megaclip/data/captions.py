@@ -9,6 +9,8 @@ would change the caption.
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
 import html
 import json
@@ -127,8 +129,7 @@ class CaptionKeys:
         if record is None:
             raise BadSample("undecodable JSON", f"{key}: expected one JSON object")
         value = next((record[field] for field in self.fields if record.get(field) is not None), None)
-        values = value if isinstance(value, list) else [value]
-        texts = list(filter(is_text, values))
+        texts = list(filter(is_text, values_of(value)))
         if not texts:
             raise BadSample("missing caption", f"{key}: no text in the field {' or '.join(self.fields)} of its JSON")
         return cleaned(texts, key)
@@ -170,6 +171,18 @@ def is_blank(text: str) -> bool:
 def is_text(value: Any) -> bool:
     """Return whether a value is text that has a UTF-8 encoding. Half of a surrogate pair, as JSON allows, has none."""
     return isinstance(value, str) and _SURROGATE.search(value) is None
+
+
+def values_of(value: Any) -> Sequence[Any]:
+    """Return the values of a list, or [value]. A text may be a list of texts, in JSON or as pandas writes it."""
+    if isinstance(value, list | tuple):
+        return value
+    for parse in (json.loads, ast.literal_eval) if isinstance(value, str) and value[:1] + value[-1:] == "[]" else ():
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            texts = parse(value)
+            if all(isinstance(text, str | None) for text in texts):
+                return texts
+    return [value]
 
 
 def json_record(text: str | bytes) -> dict[str, Any] | None:

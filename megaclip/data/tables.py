@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megaclip.data.batch import BadSample, Captions, RawSample
-from megaclip.data.captions import captions_of, cleaned, decoded, weighted_keys
+from megaclip.data.captions import captions_of, cleaned, decoded, values_of, weighted_keys
 from megaclip.data.image_folder import walk_folder
 from megaclip.data.images import is_image_name
 from megaclip.data.order import runs_of_rows
@@ -199,7 +199,7 @@ class Table:
     def _texts(self, record: dict[str, Any], column: str, key: str) -> tuple[str, ...]:
         """Return the caption or captions in a cell, with every run of white space replaced by one space."""
         value = record[column]
-        values = value if isinstance(value, list | tuple) else [value]
+        values = values_of(value)
         if names := self._classes.get(column):
             values = [names[number] for number in values if number is not None and number >= 0]  # -1: unknown
         texts = [_text(text, key) for text in values if text is not None and text == text]  # NaN differs from itself

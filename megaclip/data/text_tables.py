@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from megaclip.data.captions import is_text, weighted_keys
+from megaclip.data.captions import is_text, values_of, weighted_keys
 from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.index import open_index, reading
 from megaclip.data.source import MAX_BYTES, Account, ReadingOptions
@@ -31,7 +31,7 @@ IMAGE_COLUMNS = (
 )
 CAPTION_COLUMNS = ("caption", "text", "txt", "title", "captions", "sentence", "alt_text", "sentences", "comment")
 BLANK = "a blank line"
-_FORMAT = 4
+_FORMAT = 5
 _IMAGE_SUFFIXES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
 _BATCH = 10_000
 _RECORDS_CHECKED = 100
@@ -164,8 +164,7 @@ def _rows(
 
 def _texts(value: Any) -> list[str] | None:
     """Return the texts in a value, which may be a list, or None if there are none."""
-    values = value if isinstance(value, list) else [value]
-    return [text for text in map(_text, values) if text is not None] or None
+    return [text for text in map(_text, values_of(value)) if text is not None] or None
 
 
 def _json(value: Any) -> str | None:

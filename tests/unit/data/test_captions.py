@@ -86,7 +86,7 @@ def test_a_json_caption_that_is_no_text_is_a_bad_sample(tmp_path):
 
 def test_empty_captions_in_a_list_are_left_out(tmp_path):
     """No sample may be trained on one of its empty captions."""
-    lists = [["", "a  cat", "   ", None, "\0"], ["", " "]]
+    lists = [["", "a  cat", "   ", None, "\0"], '["", " "]']  # the second one as a text in JSON
     records = [{"image": f"{n:06d}.png", "caption": captions} for n, captions in enumerate(lists)]
     shard, folder = write_json_pairs(tmp_path, records)
     table = write_table(tmp_path / "files" / "table.jsonl", records)

@@ -309,6 +309,9 @@ def test_captions_of_a_saved_dataset_are_texts(tmp_path):
         (PICTURES | {"x.csv": "image_name| comment_number| comment\n0.png| 0| A dog , a cat .\n"},
          {"A dog , a cat .": 0}),
         (PICTURES | {"x.csv": "filename,caption\n0.png,a\n"}, {"a": 0}),
+        # lists of captions, as on the Hugging Face hub and as pandas writes them
+        (PICTURES | {"x.tsv": """image\ttext\n0.png\t["a", "it's \\u00fc", null]\n1.png\t['b', "c's"]\n2.png\t[d]\n"""},
+         {"a\nit's ü": 0, "b\nc's": 1, "[d]": 2}),
         # JSON: numbers and dates stay as written; a list of objects
         (PICTURES | {"x.jsonl": '{"image": "0.png", "text": "2021-03-01"}\n\n{"image": "1.png", "text": 1.50}\n'},
          {"2021-03-01": 0, "1.50": 1}),
