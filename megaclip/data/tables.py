@@ -217,7 +217,8 @@ class Table:
             check_size("image", len(value), key)
             return value
         if not isinstance(value, str) or not value:
-            raise BadSample("missing image", key)
+            got = f": expected the bytes or the path of a file, got {type(value).__name__}" if value else ""
+            raise BadSample("missing image", key + got)
         where = f" in {folder} or in the working directory; --image-root names another folder" if folder else ""
         if self._image_root:
             where = "; --image-root is its folder"

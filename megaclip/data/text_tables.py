@@ -122,6 +122,8 @@ def _convert(index: Path, paths: Sequence[str], options: ReadingOptions) -> dict
                 ) from error
             except csv.Error as error:
                 raise DataError(f"cannot read {path}: {error}; {_QUOTES}") from error
+    if any(counts) and not columns:
+        raise DataError(f"data {paths[0]!r} has only rows without fields; give tables with images and captions")
     account.in_samples = sum(counts)
     checksum = digest.hexdigest()[:16]
     return {"columns": columns, "rows": counts, "account": dataclasses.asdict(account), "checksum": checksum}

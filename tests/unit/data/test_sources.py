@@ -410,6 +410,7 @@ def test_tables_without_rows_among_others_add_none(tmp_path, kind):
         ({"x.csv": "filepath,title\n0.png,red, blue\n1.png,a, b\n"}, "line 2 has more cells than the first .*quot"),
         ({"x.jsonl": '{"image": "0.png", "text": "a"}\n{"image": "1'}, "x.jsonl: line 2: .*; write one JSON obj"),
         ({"x.json": '{"annotations":\n []}'}, "x.json: line 1: .*; write one JSON object per line"),
+        ({"x.jsonl": "{}\n{}\n"}, "x.jsonl' has only rows without fields"),
         ({"x.csv": "id,Photo,Words\n0,0.png,a\n"}, "it has id, Photo, Words; set --image-key to one of them"),
         ({"x.csv": "image,caption,caption\na.png,a,b\n"}, "has 2 columns named caption; give each column its own name"),
         ({"x.csv": "image,Words\n0.png,a\n"}, "it has image, Words; set --caption-key to one of them"),
@@ -433,6 +434,9 @@ def test_rows_without_image_or_caption_are_bad_samples(tmp_path):
     (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     no_image, found = "missing image", outcomes(open_pairs([str(tmp_path / "pairs.jsonl")]))
     assert found == ["missing caption", no_image, no_image, "c", no_image, no_image, "a dog\nan animal"]
+    parquet.write_table(pyarrow.table({"image": [[picture(0)]], "caption": ["a"]}), tmp_path / "list.parquet")
+    with pytest.raises(BadSample, match=r"missing image: list\.parquet row 1: expected the bytes or .*, got list"):
+        open_pairs([str(tmp_path / "list.parquet")]).read(0)
 
 
 def test_keys_select_columns_and_members(tmp_path):
