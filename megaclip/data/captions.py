@@ -30,6 +30,8 @@ _JSON_CHECKED = 64
 _ABSENT = ("missing caption", "empty caption")
 """Kinds of bad samples that mean, with several keys, that the sample does not have a key."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_SHOWS_NOTHING = " \u115f\u1160\u2800\u3164\uffa0"
+"""Printable characters that show nothing: a space, Hangul fillers and the Braille pattern without dots."""
 _WEIGHTED = re.compile(r"(.+?):\s*([+-]?(?:[0-9.][0-9.eE+-]*|nan|inf(?:inity)?))\s*(?:,|$)", re.IGNORECASE)
 """A key and its weight. A key ends only before a weight, so it may contain colons and commas."""
 
@@ -165,7 +167,8 @@ def empty_caption(key: str, *texts: str) -> BadSample:
 
 def is_blank(text: str) -> bool:
     """Return whether a caption shows nothing when it is cleaned: only spaces, control characters or &nbsp;."""
-    return not any(character.isprintable() and character != " " for character in html.unescape(html.unescape(text)))
+    text = html.unescape(html.unescape(text))
+    return not any(character.isprintable() and character not in _SHOWS_NOTHING for character in text)
 
 
 def is_text(value: Any) -> bool:

@@ -284,6 +284,9 @@ def _open_folder(
             "zero-shot data %s: %d of %d folders have no images (%s) and count as classes; delete those that are none"
         )
         _logger.warning(text, folder, len(empty), len(images.classes), _listed(empty))
+    if not names and all(map(str.isdecimal, images.classes)):
+        text = "zero-shot data %s: the prompts name the classes by numbers (%s); write their names to %s, one per line"
+        _logger.warning(text, folder, _listed(images.classes), CLASS_NAMES_FILE)
     return LabelledDataset(images, names or [name.replace("_", " ") for name in images.classes], templates)
 
 

@@ -718,6 +718,7 @@ def test_the_lines_of_class_names_belong_to_the_numbers_of_folders(tmp_path, cap
     monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
     fill(tmp_path, {f"{name}/{inside}0.png": number for number, name in enumerate(names)})
     assert len(open_labelled(tmp_path)) == len(names)  # without names in a file, the order has no effect
+    assert ("the prompts name the classes by numbers" in caplog.text) == all(map(str.isdecimal, names))
     (tmp_path / "classnames.txt").write_text("".join(f"no. {number}\n" for number in range(len(names))))
     if how is None:
         with pytest.raises(DataError, match=r"the order of the folders, .*, depends on"):
