@@ -227,7 +227,8 @@ def planned(row: dict[str, Any], options: Options) -> dict[str, float]:
         return {}
     exchange, reduction, *payload = method.split()[1:]
     sizes = replace(sizes, gradient_bytes=2 if payload else 4)
-    size = megaclip_loss_bytes(sizes, exchange, reduction, DEFAULT_OPTIONS.tile_budget_mib)
+    levels = 2 if row.get("row") == "two levels" else 1
+    size = megaclip_loss_bytes(sizes, exchange, reduction, DEFAULT_OPTIONS.tile_budget_mib, levels=levels)
     cost, rates = LOSS_COSTS["clip"], cluster.rates
     seconds = cost.products[reduction] * sizes.logits * sizes.embedding / rates.loss_flops
     seconds += cost.traffic(exchange, reduction, sizes).total / rates.link
@@ -303,7 +304,7 @@ def steps_commands(options: Options, folder: Path) -> Iterator[Command]:
         ("ViT-B-32", 32768, 2048, 3, both),
         ("ViT-L-14", 65536, 256, 1, both),
         ("ViT-B-32", 196608, 2048, 1, both),
-        ("ViT-L-14", 2**20, 256, 0, ["--methods", "megaclip"]),
+        ("ViT-L-14", 2**20, 256, 0, ["--methods", "megaclip", "--data-offload", "reread"]),
     ):
         flags = [*methods, "--compile", "true", "--steps", str(steps)]
         yield train(options, "steps", f"{model} B={batch}", options.gpus, (model, batch, micro), *flags)
@@ -330,6 +331,7 @@ def tensor_commands(options: Options, folder: Path) -> Iterator[Command]:
             if size <= options.gpus:
                 setting = config(folder, options, 1, tensor_parallel_size=size)
                 flags = ["--deepspeed_config", setting, "--methods", "megaclip", *extra, "--keep-graphs", "0"]
+                flags += ["--compile", "false"]  # tensor parallelism is never compiled
                 of = (model, 2 * micro * options.gpus, micro)
                 yield train(options, "tensor-parallel", f"{model} T={size}", options.gpus, of, *flags)
 

@@ -11,11 +11,12 @@ from megaclip.planner.constants import MIB
 
 
 def megaclip_loss_bytes(
-    sizes: Sizes, exchange: str, reduction: str, tile_budget_mib: float, loss: str = "clip"
+    sizes: Sizes, exchange: str, reduction: str, tile_budget_mib: float, loss: str = "clip", *, levels: int = 1
 ) -> float:
     """Return the peak of a loss; `exchange`, `reduction` and `loss` are settings of ds_config.json.
 
     sizes: `feature_bytes` are those of the features that the towers return.
+    levels: levels of the ring (`megaclip.comm.ring`). Each sends and receives one sum of gradients.
     """
     unit, features, world_size = sizes.unit, sizes.features, sizes.world_size
     block_rows = sizes.batch * (world_size if exchange == "all_gather" else 1)
@@ -25,7 +26,7 @@ def megaclip_loss_bytes(
         at_tiles = 2.0 * unit
     elif exchange == "ring" and reduction == "feature":
         blocks = min(2, world_size - 1) * features
-        at_tiles = (2 + sizes.gradient_bytes / 2) * unit + blocks  # dx and dy; one sum is sent and one received
+        at_tiles = (2 + levels * sizes.gradient_bytes / 2) * unit + blocks  # dx and dy; sums are sent and received
         tile = max(tile, (3 - sizes.gradient_bytes / 2) * unit)  # later their sum is sent, before they are freed
     elif exchange == "ring":
         at_tiles = 2 * unit + 4 * features  # two pairs of blocks

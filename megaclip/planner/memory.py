@@ -182,6 +182,8 @@ def resolve_auto(workload: Workload, cluster: Cluster) -> Workload:
     A run follows the values of its plan. On GPUs its ranks have measured their links and products
     (`Cluster.measured`), so it may choose another exchange than `megaclip plan` does at the rates of a preset.
     """
+    has_two_levels = cluster.hosts > 1 and cluster.gpus_per_host > 1 and workload.megaclip.tensor_parallel_size == 1
+    workload = replace(workload, ring_levels=1 + has_two_levels)
     workload = workload.with_megaclip(compile=compile_estimate(workload, cluster).pays)
     section = workload.megaclip
     on_cpu = embeddings_on_cpu(section.embeddings_offload, 2 * embedding_bytes(workload), cluster.gpu_total_memory)

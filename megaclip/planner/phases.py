@@ -99,7 +99,8 @@ def loss_bytes(workload: Workload) -> float:
         # Sums by id of the rank's pairs, and of all features of an exchange: in the order of their ids, and their sums.
         blocks = workload.world_size if section.exchange == "all_gather" else 1
         more = (6 + 2 * blocks) * sizes.unit + blocks * sizes.features
-    return more + megaclip_loss_bytes(sizes, section.exchange, section.reduction, section.tile_budget_mib, section.loss)
+    settings = (section.exchange, section.reduction, section.tile_budget_mib, section.loss)
+    return more + megaclip_loss_bytes(sizes, *settings, levels=workload.ring_levels)
 
 
 def embedding_bytes(workload: Workload) -> float:

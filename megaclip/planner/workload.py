@@ -119,6 +119,8 @@ class Workload:
     (`planner.text_chunks`), and nothing is saved in memory."""
     steps: int | None = None
     """Number of steps of the run. None: unknown, and assumed to be large."""
+    ring_levels: int = 1
+    """Levels of the ring (`megaclip.comm.ring`) on the planned cluster, set by `resolve_auto`."""
     objective_pairs: bool = False
     """True if the objective pairs images with captions (`Objective.encodes_pairs`). A caption decoder always does."""
     async_save: bool = False

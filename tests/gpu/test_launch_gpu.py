@@ -23,7 +23,7 @@ from tests.end_to_end.training_runs import DS_CONFIG, ROOT, free_port
 
 pytestmark = pytest.mark.gpu
 
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 RANKS = max(1, torch.cuda.device_count() // 2)
 """Ranks of a half."""
 

@@ -29,6 +29,10 @@ MEASURED_MIB = {
     ("ring feature", 65536, 512, 4): 769,
     ("ring feature", 262144, 512, 4): 3077,
     ("ring feature", 1048576, 512, 4): 12308,
+    ("two-level ring feature", 8192, 512, 4): 240,
+    ("two-level ring feature", 32768, 512, 4): 577,
+    ("two-level ring feature bf16", 8192, 512, 4): 208,
+    ("two-level ring feature bf16", 32768, 512, 4): 449,
     ("ring scalar", 32768, 512, 4): 386,
     ("all_gather feature", 32768, 512, 4): 578,
     ("all_gather scalar", 32768, 512, 4): 514,
@@ -46,9 +50,10 @@ MEASURED_MIB = {
 def test_the_losses_take_the_measured_bytes(case: tuple[str, int, int, int]) -> None:
     method, batch, embedding, ranks = case
     payload = 2 if method.endswith("bf16") else 4
-    *loss, exchange, reduction = method.removesuffix(" bf16").split()
+    levels = 1 + method.startswith("two-level ")
+    *loss, exchange, reduction = method.removesuffix(" bf16").removeprefix("two-level ").split()
     sizes = Sizes(ranks, batch, embedding, feature_bytes=2, gradient_bytes=payload)
-    planned = megaclip_loss_bytes(sizes, exchange, reduction, 128, loss[0] if loss else "clip")
+    planned = megaclip_loss_bytes(sizes, exchange, reduction, 128, loss[0] if loss else "clip", levels=levels)
     assert planned / MIB == pytest.approx(MEASURED_MIB[case], rel=0.025)
 
 

@@ -348,6 +348,15 @@ def test_offloaded_embeddings_and_their_gradients_are_in_host_memory(tmp_path: P
     assert on_host.cpu["embeddings"] == 8 * 2 * 2 * 4096 * 512 * 2
 
 
+def test_a_ring_over_hosts_holds_the_sums_of_gradients_of_two_levels(tmp_path: Path) -> None:
+    job = workload(tmp_path, ranks=16, megaclip={"exchange": "ring", "reduction": "feature"})
+    one, two, single = (
+        plan_memory(job, describe(gpus=16 // hosts, hosts=hosts)).gpu_phases.loss.total for hosts in (1, 2, 16)
+    )
+    assert two - one == 2 * 4 * job.local_batch * job.model.embed_dim  # one is sent, and one received, in float32
+    assert single == one  # one rank per host: one level
+
+
 def test_a_caption_decoder_is_planned_with_the_text_tower(tmp_path: Path) -> None:
     """Chunks of images and of captions have the same samples, and a pass has the graphs of both."""
     job = workload(tmp_path, 1, "coca_ViT-B-32")
