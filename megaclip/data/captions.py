@@ -173,14 +173,15 @@ def is_blank(text: str) -> bool:
 
 def is_text(value: Any) -> bool:
     """Return whether a value is text that has a UTF-8 encoding. Half of a surrogate pair, as JSON allows, has none."""
-    return isinstance(value, str) and _SURROGATE.search(value) is None
+    return isinstance(value, str) and (value.isascii() or _SURROGATE.search(value) is None)
 
 
 def values_of(value: Any) -> Sequence[Any]:
     """Return the values of a list, or [value]. A text may be a list of texts, in JSON or as pandas writes it."""
     if isinstance(value, list | tuple):
         return value
-    for parse in (json.loads, ast.literal_eval) if isinstance(value, str) and value[:1] + value[-1:] == "[]" else ():
+    is_list = isinstance(value, str) and value.startswith("[") and value.endswith("]")
+    for parse in (json.loads, ast.literal_eval) if is_list else ():
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             texts = parse(value)
             if all(isinstance(text, str | None) for text in texts):

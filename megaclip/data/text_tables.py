@@ -265,8 +265,9 @@ def _split_rows(path: str, separator: str, quoted: bool) -> Iterator[tuple[int, 
 
     def noted() -> Iterator[str]:
         for line in file:
-            lines.append(_RETURN_IN_CELL.sub(" ", line))
-            yield lines[-1]
+            line = _RETURN_IN_CELL.sub(" ", line) if "\r" in line else line
+            lines.append(line)
+            yield line
 
     with _open_text(path) as file:
         quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE

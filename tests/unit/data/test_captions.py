@@ -141,8 +141,8 @@ def test_pipes_and_devices_in_a_folder_are_bad_samples(tmp_path):
         open_labelled(tmp_path / "classes")
 
 
-SHOWS_NOTHING = ["", " \n", "\0", "\u00a0", "\u3000\n", "\ufeff \n", "&nbsp;", "&amp;nbsp; &#160;", "\u2800"]
-SHOWS_NOTHING += ["\u200b\u200d", "&#8203;\t&zwj;", "&#x7f;"]
+SHOWS_NOTHING = ["", " \n", "\0", "\u00a0", "\u3000\n", "\ufeff \n", "&nbsp;", "&amp;nbsp; &#160;", "\x01\x02"]
+SHOWS_NOTHING += ["\u2800", "\u200b\u200d", "&#8203;\t&zwj;", "&#x7f;"]
 
 
 @pytest.mark.parametrize("text", SHOWS_NOTHING)
