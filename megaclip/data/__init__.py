@@ -11,32 +11,3 @@ from megaclip.data.loader import EvaluationLoader, TrainLoader, check_batch, slo
 from megaclip.data.shard_cache import bytes_to_come
 from megaclip.data.sources import DATASET_TYPES, PairDataset, check_manifest, open_pairs
 from megaclip.data.tokenizers import Tokenizer, load_tokenizer
-
-__all__ = [
-    "DATASET_TYPES",
-    "GPU_DECODER",
-    "OPENAI_MEAN",
-    "OPENAI_STD",
-    "PADDING_ID",
-    "Batch",
-    "EvaluationBatch",
-    "EvaluationLoader",
-    "GpuDecoder",
-    "ImageTransform",
-    "LabelledBatch",
-    "LabelledDataset",
-    "PairDataset",
-    "Tokenizer",
-    "TrainBatch",
-    "TrainLoader",
-    "bytes_to_come",
-    "check_batch",
-    "check_manifest",
-    "image_decoder",
-    "load_tokenizer",
-    "normalised_pixels",
-    "open_gpu_decoder",
-    "open_labelled",
-    "open_pairs",
-    "slots_ahead",
-]

@@ -10,18 +10,3 @@ from megaclip.evaluation.pictures import example_pictures
 from megaclip.evaluation.retrieval import RetrievalExamples, retrieval, retrieval_examples
 from megaclip.evaluation.scores import Evaluation, Evaluator, Progress, evaluate_pairs
 from megaclip.evaluation.zero_shot import class_weights, classify
-
-__all__ = [
-    "Encode",
-    "Evaluation",
-    "Evaluator",
-    "ModelEncoder",
-    "Progress",
-    "RetrievalExamples",
-    "class_weights",
-    "classify",
-    "evaluate_pairs",
-    "example_pictures",
-    "retrieval",
-    "retrieval_examples",
-]

@@ -26,7 +26,7 @@ from megaclip.losses.clip import ClipLoss
 from megaclip.losses.fastclip import FastClipLoss
 from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.losses.siglip import SigLipLoss
-from megaclip.ops import op_builder  # noqa: F401  (registers the tile operations)
+from megaclip.ops import op_builder  # registers the tile operations
 
 LOSSES: dict[str, Callable[..., nn.Module]] = {
     "clip": ClipLoss,

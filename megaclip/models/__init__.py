@@ -6,18 +6,3 @@ from megaclip.models.config import ModelConfig, TextConfig, VisionConfig, list_m
 from megaclip.models.descriptions import load_model_config
 from megaclip.models.dual_encoder import DualEncoder, ModelDescription
 from megaclip.models.open_clip_config import OpenClipConfig, OpenClipText
-
-__all__ = [
-    "ClipModel",
-    "DualEncoder",
-    "ModelConfig",
-    "ModelDescription",
-    "OpenClipConfig",
-    "OpenClipText",
-    "TextConfig",
-    "VisionConfig",
-    "build_model",
-    "list_models",
-    "load_model_config",
-    "meta_model",
-]

@@ -13,5 +13,3 @@ from megaclip.data.fields import Field
 from megaclip.objectives.base import Chunk, Objective, WholeBatch
 from megaclip.objectives.caption import Caption
 from megaclip.objectives.registry import OBJECTIVES, load_objective
-
-__all__ = ["OBJECTIVES", "Caption", "Chunk", "Field", "Objective", "WholeBatch", "load_objective"]

@@ -18,18 +18,3 @@ from megaclip.planner.memory import MemoryPlan, plan_memory
 from megaclip.planner.search import advice, advice_beyond_settings, faster_run, largest_batch
 from megaclip.planner.step_time import StepTime, plan_time
 from megaclip.planner.workload import Workload
-
-__all__ = [
-    "Cluster",
-    "MemoryPlan",
-    "Rates",
-    "StepTime",
-    "Workload",
-    "advice",
-    "advice_beyond_settings",
-    "describe",
-    "faster_run",
-    "largest_batch",
-    "plan_memory",
-    "plan_time",
-]

@@ -6,17 +6,3 @@ from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
-
-__all__ = [
-    "CSVConfig",
-    "CometConfig",
-    "CommsLoggerConfig",
-    "DeepSpeedBF16Config",
-    "DeepSpeedMonitorConfig",
-    "DeepSpeedZeroConfig",
-    "DeepSpeedZeroOffloadOptimizerConfig",
-    "DeepSpeedZeroOffloadParamConfig",
-    "MonitorMaster",
-    "TensorBoardConfig",
-    "WandbConfig",
-]
