@@ -111,7 +111,7 @@ def evaluate_pairs(encode: Encode, batches: Iterable[Any], *, example_count: int
         example_count: number of images and captions in the similarity picture.
 
     Raises:
-        DataError: there are no pairs, or images and captions do not match.
+        DataError: there are no pairs.
     """
     images, texts, image_ids, text_image_ids, leading_ids = _encode_pairs(encode, batches)
     examples = retrieval_examples(images, texts, image_ids, leading_ids, example_count)

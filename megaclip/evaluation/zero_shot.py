@@ -19,8 +19,6 @@ from megaclip.errors import DataError
 from megaclip.evaluation.encoder import Encode, encode_texts, in_step
 from megaclip.evaluation.ranking import TIE_TOLERANCE, ahead, nan_is_worst, similarity_tiles, tile_side
 
-CLASS_PLACE = "{c}"
-
 
 @dataclass(frozen=True)
 class Classified:
@@ -49,21 +47,16 @@ def classify(encode: Encode, batches: Iterable[Any], weights: torch.Tensor) -> C
         weights: class embeddings (C, D) of `class_weights`.
 
     Raises:
-        DataError: a label is not the number of a class, or there are only padding rows.
+        DataError: there are only padding rows.
     """
     found = [torch.empty(0, 4, dtype=torch.int64, device=weights.device)]
     for batch in in_step(batches):
         features, _ = encode(images=batch.images)
         assert features is not None, "encode(images=...) returns image features"
         labels, ids = batch.labels.to(weights.device), batch.ids.to(weights.device)
-        valid = (labels >= 0) & (labels < len(weights))
-        ranks, predictions = _classify(features, labels.where(valid, 0), weights)
-        found.append(torch.stack([ids, labels.where(valid, PADDING_ID), ranks, predictions], dim=1))
+        found.append(torch.stack([ids, labels, *_classify(features, labels.clamp(min=0), weights)], dim=1))
     rows = gather_rows(torch.cat(found)).cpu().numpy()
     rows = rows[rows[:, 0] != PADDING_ID]
-    if bad_labels := np.count_nonzero(rows[:, 1] == PADDING_ID):
-        count = len(weights)
-        raise DataError(f"labels of {count} classes must be from 0 to {count - 1}, got {bad_labels} others")
     if not len(rows):
         raise DataError("zero-shot classification requires at least one image, got only padding rows; check the data")
     return Classified(*rows[rows[:, 0].argsort()].T)
@@ -81,21 +74,10 @@ def class_weights(
 
     Every rank must call it; it calls `encode` equally often on every rank. class_names: in the order of the labels.
     templates: prompts, each with `{c}` at the place of the class name. prompt_batch_size: number of prompts that a rank
-    encodes at once. Raises DataError for invalid names or templates.
+    encodes at once.
     """
-    _check_prompts(class_names, templates)
-    prompts = [template.replace(CLASS_PLACE, name) for name in class_names for template in templates]
+    prompts = [template.replace("{c}", name) for name in class_names for template in templates]
     return encode_texts(encode, prompts, tokenizer, batch_size=prompt_batch_size, each=len(templates))
-
-
-def _check_prompts(class_names: Sequence[str], templates: Sequence[str]) -> None:
-    if not class_names or not templates:
-        raise DataError(
-            f"zero-shot classification requires class names and templates, got {len(class_names)} and {len(templates)}"
-        )
-    for template in templates:
-        if CLASS_PLACE not in template:
-            raise DataError(f"every template requires '{CLASS_PLACE}' at the place of the class name, got {template!r}")
 
 
 def _classify(features: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,6 @@
 """Evaluation over gloo ranks: every rank gets the metrics that numpy computes from the whole data in one process."""
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -84,20 +85,10 @@ def check_ties(tile_budget_mib: float) -> None:
 
 
 def check_data_errors() -> None:
-    """The wrong id is on the last rank. All ranks must raise an error."""
-    rank, last = group_rank(), group_size() - 1
-    ids = torch.tensor([2 * rank, 2 * rank + 1])
-    wrong = ids.clone()
-    wrong[1] = 999 if rank == last else wrong[1]
-    features = torch.eye(4)[:2]
-    with pytest.raises(DataError, match="1 captions without an image"):
-        retrieval(features, features, ids, wrong)
-    wrong[1] = ids[0] if rank == last else wrong[1]
-    with pytest.raises(DataError, match="1 images without a caption"):
-        retrieval(features, features, ids, wrong)
-    if group_size() > 1:
-        with pytest.raises(DataError, match="an id twice"):
-            retrieval(features, features, torch.tensor([7, rank]))
+    """The first image of the second rank is also that of the first one. All ranks must raise an error."""
+    features, ids = torch.eye(4)[:2], torch.tensor([7, group_rank()])
+    with pytest.raises(DataError, match="an id twice") if group_size() > 1 else contextlib.nullcontext():
+        retrieval(features, features, ids)
 
 
 def check_examples() -> None:
@@ -213,7 +204,7 @@ def check_loader_errors() -> None:
     with pytest.raises(DataError, match="too many bad samples"):
         evaluate_pairs(ToyModel(), failing())
     with pytest.raises(DataError, match="too many bad samples"):
-        classify(ToyModel(), failing(), WORDS[:1])
+        classify(ToyModel(), failing(), WORDS[:12])
 
 
 ZERO_3 = {
