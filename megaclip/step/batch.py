@@ -1,19 +1,13 @@
-"""One rank's share of a contrastive batch, read by the gradient cache chunk by chunk, one tower at a time.
-
-`StepBatch` is the interface that the cache needs. `DeviceFeed` copies chunks to the device before their use. Shapes: b
-rows of this rank, L tokens.
-"""
+"""`DeviceFeed`, which copies chunks of a contrastive batch to the device before a tower uses them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
-
-from megaclip.models.packing import Pieces
 
 
 class Tower(IntEnum):
@@ -21,62 +15,6 @@ class Tower(IntEnum):
 
     IMAGE = 0
     TEXT = 1
-
-
-class StepBatch(Protocol):
-    """b samples in equal chunks; each tower has its own number of chunks."""
-
-    def rows(self) -> int:
-        """Return b."""
-        ...
-
-    def chunk_count(self, tower: Tower) -> int:
-        """Return the number of chunks per pass over this tower."""
-        ...
-
-    def chunks(self, tower: Tower, *, read_once: int, again: bool) -> Iterator[Tensor]:
-        """Yield the tower's inputs on its device, in `order`: normalised pixels, or tokens (_, L) int64.
-
-        Chunks of captions may differ in L. Sorted captions are available when all images of the step have been read,
-        so the image tower must run before the text tower if it has several chunks.
-
-        read_once: number of first chunks that this step reads only once. Each may be freed after its use.
-        again: yield only the other chunks, for the second time. False: yield all chunks.
-        """
-        ...
-
-    def pieces(self, chunk: int) -> Pieces | None:
-        """Return the pieces of a chunk of captions, which are cut at their own lengths; None if it is one piece.
-
-        They are known after the chunk has been read once.
-        """
-        ...
-
-    def order(self, tower: Tower) -> Tensor | None:
-        """Return the row of the batch at each position in the tower's chunks, (b,) int64. None: the order of the batch.
-
-        It is known after the tower's chunks have been read once.
-        """
-        ...
-
-    def fields(self) -> dict[str, Tensor]:
-        """Return the extra fields of the samples, (b, ...) each, on the host in the order of the batch.
-
-        The rows of a chunk are known after it has been read once.
-        """
-        ...
-
-    def tokens(self) -> Tensor:
-        """Return the token ids (b, L), of any integer type, as `fields`."""
-        ...
-
-    def blank(self, tower: Tower) -> Tensor:
-        """Return one blank row of the same shape, for a backward pass in which both towers must take part."""
-        ...
-
-    def agree(self) -> None:
-        """Raise on every rank if any rank's data have failed since the last call; all ranks call it."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,10 @@ from megaclip.comm.collectives import average_over_ranks
 from megaclip.devices import upload
 from megaclip.errors import ConfigError, NonFiniteError
 from megaclip.models import DualEncoder
-from megaclip.step.batch import StepBatch, Tower
+from megaclip.step.batch import Tower
 from megaclip.step.layout import KeptGraphs, encodes_together, kept_graphs
 from megaclip.step.objective_terms import StepTerms
+from megaclip.step.sample_store import StepStore
 from megaclip.zero.backward import DeepSpeedPasses
 from megaclip.zero.gathered_tower import GatheredTower
 
@@ -74,7 +75,7 @@ def _modules(model: DualEncoder) -> dict[Tower, nn.Module]:
 def accumulate_gradients(
     engine: DeepSpeedEngine,
     loss_function: ContrastiveLoss,
-    batch: StepBatch,
+    batch: StepStore,
     log_scale: Tensor,
     random_state: RandomState,
     *,
@@ -216,7 +217,7 @@ class _Step:
     def __init__(
         self,
         engine: DeepSpeedEngine,
-        batch: StepBatch,
+        batch: StepStore,
         random_state: RandomState,
         kept: KeptGraphs | None,
         embeddings_device: torch.device,
@@ -288,7 +289,7 @@ class _Step:
         return rows if order is None else order[rows]
 
     def orders(self) -> dict[Role, Tensor | None]:
-        """Return `StepBatch.order` for the features of each role."""
+        """Return `StepStore.order` for the features of each role."""
         return {role: self.batch.order(tower) for role, tower in self.towers.items() if tower is not None}
 
     def rows(self, tower: Tower, chunk: int) -> slice:
@@ -301,7 +302,7 @@ def _forward_order(chunks: Sequence[int], is_trained: Sequence[bool]) -> list[tu
     """Return the towers in the order in which they encode the batch: both at once, or one after the other.
 
     A text tower that is not trained keeps no graph, so it runs first, unless it has to wait for several chunks of
-    images (`StepBatch.chunks`).
+    images (`StepStore.chunks`).
     """
     if encodes_together(chunks, is_trained):
         return [tuple(Tower)]
@@ -325,7 +326,7 @@ def _loss_and_gradients(
     All gradients are NaN if the loss is not finite. `features` is emptied, so that their memory is freed.
 
     Features and returned gradients are in the order of the chunks and on the same devices. `orders` has
-    `StepBatch.order` of each role. The loss receives the rows in the order of the batch.
+    `StepStore.order` of each role. The loss receives the rows in the order of the batch.
     """
     kept_on = {role: embeddings.device for role, embeddings in features.items()}
     leaves = {role: _batch_order(features.pop(role).to(device), orders[role]) for role in kept_on}

@@ -22,7 +22,8 @@ from megaclip.errors import ConfigError
 from megaclip.logging import get_logger, log_once
 from megaclip.objectives import Objective, WholeBatch
 from megaclip.objectives.base import CONTRASTIVE, check_terms, leaves
-from megaclip.step.batch import StepBatch, Tower
+from megaclip.step.batch import Tower
+from megaclip.step.sample_store import StepStore
 
 logger = get_logger(__name__)
 
@@ -30,7 +31,7 @@ logger = get_logger(__name__)
 class StepTerms:
     """The terms of one step. Without an objective there are none, and the loss is the contrastive loss."""
 
-    def __init__(self, objective: Objective | None, batch: StepBatch, device: torch.device) -> None:
+    def __init__(self, objective: Objective | None, batch: StepStore, device: torch.device) -> None:
         self._objective, self._batch, self._device = objective, batch, device
         self._chunk_sums: dict[str, Tensor] = {}
         self._counts: Counter[str] = Counter()

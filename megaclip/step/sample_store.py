@@ -103,7 +103,10 @@ class ImageSlots:
 
 
 class StepStore:
-    """A `StepBatch` of the current step; `next_step` proceeds to the next one. Context manager: it owns a thread."""
+    """This rank's samples of the current step, in equal chunks; each tower has its own number of chunks.
+
+    `next_step` proceeds to the next step. Context manager: it owns a thread.
+    """
 
     def __init__(
         self,
@@ -197,19 +200,37 @@ class StepStore:
         return self._pair_ids[self._step % 2]
 
     def rows(self) -> int:
+        """Return b."""
         return self._image_chunks * self._slots.shape[1]
 
     def chunk_count(self, tower: Tower) -> int:
+        """Return the number of chunks per pass over this tower."""
         return self._image_chunks if tower is Tower.IMAGE else self._text_chunks
 
     def chunks(self, tower: Tower, *, read_once: int, again: bool) -> Iterator[Tensor]:
+        """Yield the tower's inputs on its device, in `order`: normalised pixels, or tokens (_, L) int64.
+
+        Chunks of captions may differ in L. Sorted captions are available when all images of the step have been read,
+        so the image tower must run before the text tower if it has several chunks.
+
+        read_once: number of first chunks that this step reads only once. Each may be freed after its use.
+        again: yield only the other chunks, for the second time. False: yield all chunks.
+        """
         source = self._pixels if tower is Tower.IMAGE else self._texts
         return self._feed.inputs(tower, source(read_once, again))
 
     def pieces(self, chunk: int) -> Pieces | None:
+        """Return the pieces of a chunk of captions, which are cut at their own lengths; None if it is one piece.
+
+        They are known after the chunk has been read once.
+        """
         return None if self._divide_captions is None else self.captions().pieces_of(chunk)
 
     def order(self, tower: Tower) -> Tensor | None:
+        """Return the row of the batch at each position in the tower's chunks, (b,) int64. None: the order of the batch.
+
+        It is known after the tower's chunks have been read once.
+        """
         return None if tower is Tower.IMAGE or self._divide_captions is None else self.captions().order
 
     def captions(self) -> CaptionChunks:
@@ -238,17 +259,24 @@ class StepStore:
         return divide(tokens if here else torch.zeros_like(tokens), self._text_chunks)
 
     def fields(self) -> dict[str, Tensor]:
+        """Return the extra fields of the samples, (b, ...) each, on the host in the order of the batch.
+
+        The rows of a chunk are known after it has been read once.
+        """
         return self._fields[self._step % 2]
 
     def tokens(self) -> Tensor:
+        """Return the token ids (b, L) int32, as `fields`."""
         return self._tokens[self._step % 2]
 
     def blank(self, tower: Tower) -> Tensor:
+        """Return one blank row of the same shape, for a backward pass in which both towers must take part."""
         like = self._slots[0, :1] if tower is Tower.IMAGE else self._tokens[0, :1]
         (row,) = self._feed.inputs(tower, [torch.zeros_like(like)])
         return row
 
     def agree(self) -> None:
+        """Raise on every rank if any rank's data have failed since the last call; all ranks call it."""
         if self._released_later is not None:
             self._release(self._released_later)
         missed, self._missed = self._missed, False

@@ -31,7 +31,7 @@ from megaclip.losses import LOSSES
 from megaclip.models import ClipModel, DualEncoder, ModelConfig, ModelDescription, build_model, compilation
 from megaclip.models.layers import split_dim
 from megaclip.objectives import Objective
-from megaclip.step.batch import DeviceFeed, StepBatch, Tower
+from megaclip.step.batch import DeviceFeed, Tower
 from megaclip.step.gradient_cache import RandomState, accumulate_gradients, trained_towers
 from megaclip.step.layout import KeptGraphs, kept_graphs
 from megaclip.zero.build import build_engine
@@ -195,7 +195,7 @@ def share_of(
     return images, tokens
 
 
-def batch_of(case: Case, step: int, normalise: Callable[..., Tensor] = TRANSFORM.normalise) -> StepBatch:
+def batch_of(case: Case, step: int, normalise: Callable[..., Tensor] = TRANSFORM.normalise) -> MemoryBatch:
     """Return this rank's share of the batch."""
     model = model_of(case)
     size = model.vision_cfg.image_size
@@ -212,7 +212,7 @@ def batch_of(case: Case, step: int, normalise: Callable[..., Tensor] = TRANSFORM
     )
 
 
-def poisoned_batch_of(case: Case, step: int) -> StepBatch:
+def poisoned_batch_of(case: Case, step: int) -> MemoryBatch:
     """Return `batch_of` with NaN in one normalised image of the last rank."""
 
     def normalise(pixels: Tensor, dtype: torch.dtype) -> Tensor:
@@ -527,7 +527,7 @@ def kept_of(model: ClipModel, case: Case) -> KeptGraphs:
     return kept_graphs(case.keep, chunks, [pairs or tower in trained_towers(model) for tower in Tower], pairs)
 
 
-def backpropagate(engine: DeepSpeedEngine, case: Case, step: int, loss=None, batch: StepBatch | None = None) -> float:
+def backpropagate(engine: DeepSpeedEngine, case: Case, step: int, loss=None, batch: MemoryBatch | None = None) -> float:
     """Accumulate the gradient of one step in the engine; return the loss."""
     bias = engine.module.logit_bias
     value = accumulate_gradients(
@@ -555,7 +555,7 @@ def train(case: Case, config: TrainingConfig | None = None) -> Outcome:
 
 
 def take_step(
-    engine: DeepSpeedEngine, case: Case, step: int, outcome: Outcome, loss=None, batch: StepBatch | None = None
+    engine: DeepSpeedEngine, case: Case, step: int, outcome: Outcome, loss=None, batch: MemoryBatch | None = None
 ) -> None:
     """Take one optimizer step on this rank, together with the other ranks. loss, batch: instead of the case's."""
     outcome.losses.append(backpropagate(engine, case, step, loss, batch))

@@ -20,7 +20,6 @@ from megaclip.errors import ConfigError
 from megaclip.models import build_model
 from megaclip.objectives import Chunk, Objective, WholeBatch
 from megaclip.objectives.distillation import Distillation
-from megaclip.step.batch import StepBatch
 from megaclip.step.objective_terms import StepTerms
 from tests.distributed import engine_cases
 from tests.distributed.checks import covering_rows
@@ -181,7 +180,7 @@ class ObjectiveCase(Case):
     objective: str = "two kinds"
 
 
-def batch_of(case: ObjectiveCase, step: int) -> StepBatch:
+def batch_of(case: ObjectiveCase, step: int) -> engine_cases.MemoryBatch:
     batch = engine_cases.batch_of(case, step)
     own = slice(dist.get_rank(), None, dist.get_world_size())
     stored = teacher_fields(step)
