@@ -208,7 +208,7 @@ def planned(row: dict[str, Any], options: Options) -> dict[str, float]:
     from megaclip.losses.costs import LOSS_COSTS, Sizes
     from megaclip.ops.tiles import DEFAULT_OPTIONS
     from megaclip.planner import plan_memory, plan_time
-    from megaclip.planner.losses import megaclip_loss_bytes
+    from megaclip.planner.phases import megaclip_loss_bytes
 
     method = row.get("method", "")
     cluster = described_cluster(options, gpus=row["gpus"])

@@ -4,13 +4,12 @@
     plan = plan_memory(workload, describe(gpu="h200", gpus=8))
 
 - `workload.py` describes the run, `cluster.py` the machines.
-- `places.py` decides where a step's images and embeddings are kept, `text_chunks.py` the sizes of text chunks, and
-  `compile_estimate.py` whether torch.compile pays. A run follows these decisions.
+- `text_chunks.py` decides the sizes of text chunks, and `compile_estimate.py` whether torch.compile pays. A run follows
+  these decisions.
 - `towers.py` has the work of both towers. `tower_costs.py` traces them for the costs of one sample. `states.py`,
-  `phases.py`, `losses.py` and `traffic.py` are formulas, and `constants.py` has the measured numbers, with their
-  sources.
-- `memory.py` and `step_time.py` combine them, `search.py` finds what fits and what would be faster, and
-  `report.py` prints the plan.
+  `phases.py` and `traffic.py` are formulas, and `constants.py` has the measured numbers, with their sources.
+- `memory.py` and `step_time.py` combine them. `memory.py` also decides where a step's images and embeddings are kept,
+  in a plan and in a run. `search.py` finds what fits and what would be faster, and `report.py` prints the plan.
 """
 
 from megaclip.planner.cluster import Cluster, Rates, describe

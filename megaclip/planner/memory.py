@@ -11,6 +11,7 @@ calculates the number.
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from megaclip.logging import format_bytes
 from megaclip.losses.costs import LOSS_COSTS
@@ -20,6 +21,7 @@ from megaclip.planner.cluster import Cluster
 from megaclip.planner.compile_estimate import compile_estimate
 from megaclip.planner.constants import (
     CUBLAS_WORKSPACES,
+    EMBEDDINGS_SHARE,
     GPU_DECODER,
     HOST_PROCESS,
     HOST_PROCESS_CPU,
@@ -30,12 +32,36 @@ from megaclip.planner.constants import (
     SMALLEST_PART,
 )
 from megaclip.planner.phases import Phases, embedding_bytes, graph_bytes, step_phases, with_evaluation
-from megaclip.planner.places import ImagePlace, embeddings_on_cpu, place_images
 from megaclip.planner.states import States, checkpoint_bytes, gradient_bytes, states_of
 from megaclip.planner.towers import tower_work
 from megaclip.planner.traffic import exchange_sizes
 from megaclip.planner.workload import Workload
 from megaclip.step.layout import chunks_held, graphs_that_fit
+
+
+class ImagePlace(NamedTuple):
+    """Place where a step's images are kept between the two passes over them."""
+
+    name: str
+    """"cpu" (host memory), "disk", "reread" (not kept: those that are encoded twice are read twice) or "once" (not
+    kept: each is read once)."""
+    fits: bool
+    """True if the place has enough free bytes."""
+
+    @property
+    def keeps(self) -> bool:
+        """True if the images stay in this place until the next step."""
+        return self.name in ("cpu", "disk")
+
+    @property
+    def text(self) -> str:
+        """The place in words, for logs."""
+        return {
+            "cpu": "images are kept in host memory",
+            "disk": "images are kept on disk",
+            "reread": "images of chunks that are encoded twice are read twice",
+            "once": "images are read once",
+        }[self.name]
 
 
 @dataclass
@@ -138,6 +164,19 @@ def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
     return plan
 
 
+def place_images(setting: str, *, encoded_again: int, nbytes: float, host_memory: float, disk: float) -> ImagePlace:
+    """Return where a step's images are kept. setting: megaclip.data_offload.
+
+    encoded_again: number of image chunks that are encoded twice. nbytes: bytes of the images of all ranks of a host.
+    host_memory, disk: bytes of a host that are left for them beside the other data of the run.
+    """
+    if setting == "reread" or (setting == "auto" and not encoded_again):
+        return ImagePlace("reread" if encoded_again else "once", fits=True)
+    if setting == "auto":
+        setting = "cpu" if nbytes <= host_memory else "disk"
+    return ImagePlace(setting, fits=nbytes <= (host_memory if setting == "cpu" else disk))
+
+
 def with_kept_graphs(plan: MemoryPlan, number: int) -> MemoryPlan:
     """Return the plan of the same step with `number` kept graphs. Images stay where they are."""
     workload = plan.workload.with_megaclip(keep_graphs=number)
@@ -186,8 +225,9 @@ def resolve_auto(workload: Workload, cluster: Cluster) -> Workload:
     workload = replace(workload, ring_levels=1 + has_two_levels)
     workload = workload.with_megaclip(compile=compile_estimate(workload, cluster).pays)
     section = workload.megaclip
-    on_cpu = embeddings_on_cpu(section.embeddings_offload, 2 * embedding_bytes(workload), cluster.gpu_total_memory)
-    workload = workload.with_megaclip(embeddings_offload=on_cpu)
+    if section.embeddings_offload == "auto":
+        on_cpu = 0 < EMBEDDINGS_SHARE * cluster.gpu_total_memory < 2 * embedding_bytes(workload)
+        workload = workload.with_megaclip(embeddings_offload=on_cpu)
     workload = workload.with_megaclip(selective_recompute=_recomputes(workload, cluster))
     return _with_graphs_and_way(workload, cluster)
 

@@ -15,7 +15,7 @@ from megaclip.data.batch import EvaluationBatch
 from megaclip.evaluation import evaluate_pairs, ranking
 from megaclip.losses.costs import Sizes
 from megaclip.planner import Workload, describe, phases, plan_memory, plan_time
-from megaclip.planner.losses import megaclip_loss_bytes
+from megaclip.planner.phases import megaclip_loss_bytes
 from megaclip.planner.workload import EvaluationSets
 from tests.unit.planner.planner_cases import H200, MIB, workload
 

@@ -11,7 +11,7 @@ import pytest
 from megaclip.losses.costs import Sizes
 from megaclip.models import load_model_config
 from megaclip.planner import Rates, describe, plan_time
-from megaclip.planner.losses import megaclip_loss_bytes
+from megaclip.planner.phases import megaclip_loss_bytes
 from tests.unit.planner.planner_cases import MIB, workload
 from tools import measure_rates, plan_compare, plan_sweep
 from tools.peers import (

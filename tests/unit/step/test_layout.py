@@ -16,7 +16,7 @@ from megaclip.data import ImageTransform
 from megaclip.engine import preflight
 from megaclip.models import ModelConfig, build_model, load_model_config
 from megaclip.planner import Cluster, MemoryPlan, describe, plan_memory
-from megaclip.planner.places import ImagePlace, place_images
+from megaclip.planner.memory import ImagePlace, place_images
 from megaclip.planner.step_time import plan_time
 from megaclip.planner.text_chunks import text_chunks_for
 from megaclip.planner.tower_costs import tower_costs
