@@ -6,10 +6,10 @@ would differ from those of a synchronous save.
 """
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_iter
 
 
 class HostCopies:
@@ -38,9 +38,9 @@ class HostCopies:
         """
         memo: dict[int, Any] = {}
         storages: dict[int, torch.UntypedStorage] = {}
-        for tensor in _tensors(content):
-            if id(tensor) not in memo:
-                memo[id(tensor)] = self._on_host(tensor, storages)
+        for value in tree_iter(content):
+            if isinstance(value, torch.Tensor) and id(value) not in memo:
+                memo[id(value)] = self._on_host(value, storages)
         return copy.deepcopy(content, memo)
 
     def _on_host(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
@@ -64,15 +64,3 @@ class HostCopies:
         self._used += 1
         buffer.copy_(original, non_blocking=False)
         return buffer
-
-
-def _tensors(content: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in nested dictionaries, lists and tuples."""
-    if isinstance(content, torch.Tensor):
-        yield content
-    elif isinstance(content, dict):
-        for value in content.values():
-            yield from _tensors(value)
-    elif isinstance(content, (list, tuple)):
-        for value in content:
-            yield from _tensors(value)

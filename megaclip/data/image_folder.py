@@ -78,21 +78,17 @@ class ImageFolder:
         return self._manifest
 
     def image_files(self) -> list[str]:
-        """Return the pictures, as `Source.image_files` does."""
         return [picture for picture, _ in self._rows]
 
     def shard_name(self, row: int) -> str:
-        """Return the folder that holds `row`."""
         return os.path.dirname(self._rows[row][0])
 
     def read(self, row: int) -> RawSample:
-        """Return the undecoded sample. Raises BadSample if a file is missing, too large or unreadable."""
         path, _ = self._rows[row]
         captions = self.captions(row)
         return RawSample(read_file(path, "image", path), captions, path)
 
     def captions(self, row: int) -> Captions:
-        """Return only the captions of a sample. Raises BadSample."""
         picture, paths = self._rows[row]
 
         def read(number: int) -> tuple[str, ...]:

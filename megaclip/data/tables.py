@@ -173,7 +173,6 @@ class Table:
         return self._image_root or (os.path.dirname(self.shard_name(row)) if self._files else None)
 
     def read(self, row: int) -> RawSample:
-        """Return the undecoded sample. Raises BadSample."""
         key = self._key(row)
         record = _record(self._rows, row, key)
         captions = self._captions_in(record, key)
@@ -189,7 +188,6 @@ class Table:
         return RawSample(image, captions, key, fields, self._id and str(found))
 
     def captions(self, row: int) -> Captions:
-        """Return only the captions of a sample. Raises BadSample."""
         key = self._key(row)
         return self._captions_in(_record(self._only_captions, row, key), key)
 

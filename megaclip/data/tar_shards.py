@@ -120,15 +120,12 @@ class TarShards:
         return [[shard["name"], shard["bytes"], shard["samples"]] for shard in self.shards]
 
     def image_files(self) -> Sequence[Path]:
-        """Return the local shards, as `Source.image_files` does."""
         return [path for path in self._paths if isinstance(path, Path)]
 
     def shard_name(self, row: int) -> str:
-        """Return the path of the shard that holds `row`."""
         return str(self._paths[self._shard_of(row)])
 
     def read(self, row: int) -> RawSample:
-        """Return the undecoded sample. Raises BadSample if a member is missing, too large or unreadable."""
         shard = self._shard_of(row)
         entry = self._entries[row]
         key = f"{self._paths[shard].name}/{entry['key'].decode('utf-8', 'replace')}"
@@ -136,7 +133,6 @@ class TarShards:
         return RawSample(image, self._captions(shard, entry, key), key, self._field_contents(shard, entry, key))
 
     def captions(self, row: int) -> Captions:
-        """Return only the captions of a sample. Raises BadSample."""
         return self._captions(self._shard_of(row), self._entries[row], str(row))
 
     def _captions(self, shard: int, entry: np.void, key: str) -> Captions:
