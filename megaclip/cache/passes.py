@@ -41,31 +41,24 @@ class PassEngine(Protocol):
     @property
     def device(self) -> torch.device:
         """Device of the backward passes."""
-        ...
 
     def encoding(self) -> AbstractContextManager[None]:
         """Enclose the first encoding of all chunks."""
-        ...
 
     def accumulate(self, passes: int) -> AbstractContextManager[None]:
         """Enclose all backward passes of a step. Gradients are reduced over ranks once, at the end."""
-        ...
 
     def state_of_graph(self) -> Any:
         """Return what the engine needs to back-propagate the last forward pass after other passes."""
-        ...
 
     def resume_graph(self, state: Any) -> None:
         """Prepare the backward pass of a kept graph."""
-        ...
 
     def backward(self, surrogate: Tensor, *, is_last: bool) -> None:
         """Back-propagate a scalar whose gradients are not divided by the number of passes."""
-        ...
 
     def add_gradients(self) -> None:
         """Add the gradients of a pass to those of earlier passes, after its graph has been freed."""
-        ...
 
 
 class ChunkSource(Protocol):
@@ -80,23 +73,18 @@ class ChunkSource(Protocol):
 
     def inputs(self, *, again: bool) -> Iterator[Any]:
         """Yield the inputs of all chunks or, again, of those whose graphs are not kept."""
-        ...
 
     def forward(self, chunk: int, inputs: Any, *, with_graph: bool, again: bool) -> Outputs:
         """Encode a chunk. Again: with the random numbers of the first time."""
-        ...
 
     def store(self, chunk: int, outputs: Outputs) -> None:
         """Keep the features of a chunk, without their graph."""
-        ...
 
     def gradients(self, chunk: int) -> dict[Role, Tensor]:
         """Return the cached gradients of the features of a chunk, by role. Other features have gradient zero."""
-        ...
 
     def resume(self, chunk: int) -> None:
         """Prepare the backward pass of a kept graph."""
-        ...
 
 
 class Passes:
