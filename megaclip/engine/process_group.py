@@ -24,6 +24,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch.distributed import DistError, DistNetworkError, TCPStore
 
+from megaclip import errors
 from megaclip.comm.collectives import wait_for_all_ranks
 from megaclip.comm.groups import init_distributed
 from megaclip.config import TrainingConfig
@@ -112,7 +113,8 @@ def connect(limit_s: float) -> TCPStore:
 
     Raises:
         BusyError: the port is in use on the first rank.
-        ConfigError: the store cannot be created, or cannot be reached within `limit_s` seconds.
+        ConfigError: the store cannot be created, or cannot be reached by a run of one rank.
+        MegaclipError: the store cannot be reached within `limit_s` seconds.
     """
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
     is_master = rank_from_environment() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -130,15 +132,18 @@ def connect(limit_s: float) -> TCPStore:
             ) from None
         if port == 0:
             return listening
-    deadline = time.monotonic() + limit_s
+    deadline, is_alone = time.monotonic() + limit_s, os.environ.get("WORLD_SIZE", "1") == "1"
+    options["timeout"] = timedelta(seconds=_REPORT_S)  # another program may use the port
     for is_due in _pauses():
         try:  # PyTorch would print its own stacks
             socket.create_connection((address, port), timeout=_REPORT_S).close()
-            return TCPStore(address, port, **options)
+            store = TCPStore(address, port, **options)
+            store.set_timeout(timedelta(seconds=limit_s))
+            return store
         except (DistError, OSError, UnicodeError) as error:
             reason = f"{address} at port {port} (MASTER_ADDR, MASTER_PORT): {first_line(error)}"
-        if os.environ.get("WORLD_SIZE", "1") == "1" or time.monotonic() >= deadline:
-            raise ConfigError(
+        if is_alone or time.monotonic() >= deadline:
+            raise (ConfigError if is_alone else MegaclipError)(
                 f"cannot reach the first rank, {reason}; open the firewall between the hosts, or pass an address of "
                 "the first host to the launcher"
             )
@@ -153,7 +158,7 @@ def meet_all_ranks(limit_s: float) -> TCPStore:
     Raises:
         ConfigError: two processes have the same rank, ranks disagree about their number, or as `connect`.
         BusyError: as `connect`.
-        MegaclipError: a rank has not come within `limit_s` seconds, or another rank has raised an error here.
+        MegaclipError: a rank has not come within `limit_s` seconds. The error of another rank, with its class.
     """
     rank, ranks = rank_from_environment(), int(os.environ["WORLD_SIZE"])
     store, deadline = connect(limit_s), time.monotonic() + limit_s
@@ -168,7 +173,7 @@ def meet_all_ranks(limit_s: float) -> TCPStore:
         return f"{len(missing)} of {ranks} ranks: {names}" if missing else ""
 
     def fail(error: MegaclipError) -> NoReturn:
-        store.set(failed, str(error))
+        store.set(failed, f"{type(error).__name__} {error}")
         time.sleep(_LAST_WORD_S if rank == 0 else 0.0)  # the store of the others may be in this process
         raise error
 
@@ -183,7 +188,8 @@ def meet_all_ranks(limit_s: float) -> TCPStore:
         if store.add(come, 0) >= ranks:
             break
         if store.check([failed]):
-            raise MegaclipError(store.get(failed).decode())
+            kind, _, message = store.get(failed).decode().partition(" ")
+            raise getattr(errors, kind)(message)
         if time.monotonic() >= deadline:
             fail(
                 MegaclipError(
@@ -282,7 +288,7 @@ def _wait_for_exit_code() -> int:
     SIGUSR1 has no effect meanwhile: Slurm sends it to every process, and the run ends after its step.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    with contextlib.suppress(DistNetworkError, ConfigError):
+    with contextlib.suppress(DistNetworkError, MegaclipError):
         store = connect(_CONNECT_LIMIT_S)
         while not store.check([_EXIT_CODE]):
             time.sleep(0.5)

@@ -21,8 +21,8 @@ CASES = {  # WORLD_SIZE of the two ranks, RANK of the second one, seconds for wh
 }
 
 
-def meet_in_every_case(ports: dict[str, int], folder: Path) -> dict[str, tuple[str, list[str]]]:
-    """Return, for every case, the error of this process and its warnings.
+def meet_in_every_case(ports: dict[str, int], folder: Path) -> dict[str, tuple[str, list[str], int]]:
+    """Return, for every case, the error of this process, its warnings and its exit code.
 
     The second process comes when the first one has reported that it waits, however busy the machine is.
     """
@@ -47,34 +47,34 @@ def meet_in_every_case(ports: dict[str, int], folder: Path) -> dict[str, tuple[s
         process_group.logger.addHandler(handler)
         while place == 1 and not (folder / name).exists():
             time.sleep(0.01)
-        error, store = "", None
+        error, store, code = "", None, 0
         try:
             store = process_group.meet_all_ranks(limit_s if place == 1 else 600.0)
         except MegaclipError as problem:
-            error = str(problem)
+            error, code = str(problem), problem.exit_code
         torch.distributed.barrier()  # the first rank's store outlives the second rank
         del store
         process_group.logger.removeHandler(handler)
-        results[name] = (error, lines)
+        results[name] = (error, lines, code)
     return results
 
 
 @pytest.fixture(scope="module")
-def meetings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[str, list[str]]]]:
+def meetings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[str, list[str], int]]]:
     ports = {name: free_port() for name in CASES}
     first, second = run_ranks(meet_in_every_case, 2, ports, tmp_path_factory.mktemp("reported"))
     return {name: [first[name], second[name]] for name in CASES}
 
 
 def test_a_late_rank_is_named_until_it_comes(meetings):
-    (error, lines), (other, _) = meetings["late"]
+    (error, lines, _), (other, _, _) = meetings["late"]
     assert (error, other) == ("", "")
     assert lines and set(lines) == {"waiting for 1 of 2 ranks: 1"}
 
 
 def test_absent_ranks_are_named_in_one_error(meetings):
-    (error, lines), (other, _) = meetings["absent"]
-    assert error == other and "\n" not in error
+    (error, lines, code), (other, _, other_code) = meetings["absent"]
+    assert error == other and "\n" not in error and code == other_code == 1
     assert error.startswith("the run does not start: after 1 s it still waits for 2 of 4 ranks: 1, 3; see the output")
     assert lines[0] == "waiting for 3 of 4 ranks: 1, 2, 3"
 
@@ -87,4 +87,4 @@ def test_absent_ranks_are_named_in_one_error(meetings):
     ],
 )
 def test_numbers_that_contradict_those_of_another_rank_end_both(meetings, case, message):
-    assert [message in error for error, _ in meetings[case]] == [True, True]
+    assert [(message in error, code) for error, _, code in meetings[case]] == [(True, 78), (True, 78)]

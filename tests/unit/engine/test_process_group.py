@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 from megaclip.engine import process_group
 from megaclip.engine.process_group import architectures
-from megaclip.errors import BusyError, ConfigError
+from megaclip.errors import BusyError, ConfigError, MegaclipError
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
@@ -43,6 +43,26 @@ def test_a_port_in_use_is_an_error_that_names_the_launchers_flag(monkeypatch):
             monkeypatch.setenv(name, value)
         with pytest.raises(BusyError, match=f"port {port} is in use, .*--master_port"):
             process_group.connect(60.0)
+
+
+@pytest.mark.parametrize(("ranks", "code"), [("2", 1), ("1", 78)])
+def test_a_program_that_closes_its_connections_is_no_first_rank(monkeypatch, ranks, code):
+    """The first rank of several may come later, so that a restart may succeed."""
+    monkeypatch.setattr(process_group, "_REPORT_S", 0.5)
+
+    def close_all() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                other.accept()[0].close()
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=close_all, daemon=True).start()
+        values = {"RANK": "1", "WORLD_SIZE": ranks, "MASTER_PORT": str(other.getsockname()[1])}
+        for name, value in {**values, "MASTER_ADDR": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(MegaclipError, match=r"cannot reach the first rank, 127\.0\.0\.1 at") as error:
+            process_group.connect(1.0 if ranks == "2" else 60.0)
+        assert error.value.exit_code == code
 
 
 def test_two_runs_without_a_launcher_can_run_on_one_host():
