@@ -118,6 +118,8 @@ def test_all_problems_are_named_and_listed(tmp_path, inspect):
 def test_good_data_is_accepted_as_in_training(tmp_path, inspect):
     (path,) = write_shards(tmp_path, [10])
     assert inspect(path)[0] == 0 and training_accepts(path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert ", damaged shard 1\n" in inspect(path)[1]
 
 
 def test_data_that_cannot_be_opened_is_one_line(tmp_path, inspect):
