@@ -306,7 +306,7 @@ def steps_commands(options: Options, folder: Path) -> Iterator[Command]:
         ("ViT-B-32", 196608, 2048, 1, both),
         ("ViT-L-14", 2**20, 256, 0, ["--methods", "megaclip", "--data-offload", "reread"]),
     ):
-        flags = [*methods, "--compile", "true", "--steps", str(steps)]
+        flags = [*methods, "--compile", "true", "--steps", str(steps), "--seconds", "45"]
         yield train(options, "steps", f"{model} B={batch}", options.gpus, (model, batch, micro), *flags)
 
 

@@ -22,8 +22,8 @@ from megaclip.planner.states import (
     States,
     gathered_bytes,
     gradient_bytes,
-    reduced_gradient_bytes,
     reduction_under_way,
+    updated_gradient_bytes,
 )
 from megaclip.planner.towers import TowerWork, tower_work
 from megaclip.planner.traffic import exchange_sizes
@@ -185,7 +185,7 @@ def step_phases(workload: Workload, states: States) -> Phases:
             reduce_bucket=states.bucket,
             reduction=states.reduction,
         ),
-        optimizer_step=Phase(gradients=reduced_gradient_bytes(workload, workload.trained), update=states.update),
+        optimizer_step=Phase(gradients=updated_gradient_bytes(workload), update=states.update),
     )
 
 

@@ -8,9 +8,9 @@ are updated.
 * Stages 1 and 2 keep the whole working copy, and N/W of the master and of its states. At its first gradient a backward
   pass allocates the bucket in which gradients are reduced (`reduce_bucket_size` elements, two with overlap_comm), for
   any number of ranks: 1 GB at DeepSpeed's default.
-* Stage 1 keeps every gradient until the step; stage 2 keeps N/W of them, in the dtype they accumulate in. The update
-  joins its gradients, converts them to float32 (without a copy if they already are one float32 tensor), and frees the
-  originals. torch's Adam needs another N/W float32 numbers.
+* Stage 1 keeps every gradient until the update, which first frees those that other ranks need; stage 2 keeps N/W of
+  them, in the dtype they accumulate in. The update joins its gradients, converts them to float32 (without a copy if
+  they already are one float32 tensor), and frees the originals. torch's Adam needs another N/W float32 numbers.
 * Stage 3 keeps N/W of everything, and the bucket, throughout the step. Parameters below the persistence threshold stay
   whole. The others are whole while they are used or fetched ahead, in two copies. Those at the end of a tower, as many
   as half of `stage3_max_reuse_distance`, stay whole from one pass over the tower to the next
@@ -41,7 +41,7 @@ class States:
     reduction: float = 0.0
     """Bytes on the GPU on top of gradients and bucket while the last bucket is reduced."""
     update: float = 0.0
-    """Bytes on the GPU on top of the states and the reduced gradients during the optimizer's step."""
+    """Bytes on the GPU on top of the states and `updated_gradient_bytes` during the optimizer's step."""
 
 
 def states_of(workload: Workload) -> States:
@@ -66,6 +66,12 @@ def reduced_gradient_bytes(workload: Workload, whole: int) -> float:
     if workload.offload_optimizer != "none" and workload.gradient_bytes == workload.compute_bytes:
         return 0  # in host memory
     return workload.trained / workload.replicas * workload.gradient_bytes
+
+
+def updated_gradient_bytes(workload: Workload) -> float:
+    """Return the bytes on the GPU of the reduced gradients at the update. Stage 1 frees those of other ranks first."""
+    reduced = reduced_gradient_bytes(workload, workload.trained)
+    return reduced / workload.replicas if workload.zero.stage == 1 and workload.offload_optimizer == "none" else reduced
 
 
 def checkpoint_bytes(workload: Workload) -> tuple[float, float]:
@@ -111,7 +117,7 @@ def _stages_0_to_2(workload: Workload) -> States:
         return states
     states.gpu["master parameters"] = part * 4
     states.gpu["optimizer states"] = part * workload.optimizer_state_bytes
-    stepping = part * (4 + workload.optimizer_temporary_bytes) - reduced_gradient_bytes(workload, workload.trained)
+    stepping = part * (4 + workload.optimizer_temporary_bytes) - updated_gradient_bytes(workload)
     if zero.stage == 1 or workload.gradient_bytes == workload.compute_bytes:
         joining = part * (workload.compute_bytes + (4 if workload.bf16 else 0))
         if zero.stage == 2:  # the last chunk's gradients, beside those that have accumulated
