@@ -2,7 +2,8 @@
 
 The tower runs once without a graph and once forward and backward, with two numbers of samples. `_Trace` follows every
 storage from its creation to its end, so the peaks are those of eager PyTorch, and adds up the bytes that operations
-read and write. Costs per sample are the slope between the two.
+read and write. Costs per sample are the slope between the two. The blocks of MegaCLIP's own towers are alike, so costs
+of deep towers are extrapolated from those with three and four blocks.
 
 Attention counts as one fused kernel, which keeps queries, keys, values, its output and a float32 log-sum-exp. On the
 meta device PyTorch would take the plain kernels, which keep the whole score matrix. Workspaces of convolution kernels
@@ -15,6 +16,7 @@ tensor-parallel tower is traced with the layers of one rank, which has the rows 
 import functools
 import math
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 from unittest import mock
@@ -38,6 +40,8 @@ from megaclip.planner.constants import ATTENTION_CHANNELS, ATTENTION_TILE
 
 _FEW, _MANY = 512, 1024
 """Numbers of samples of the two traces, large enough that activations exceed the gradient of any one parameter."""
+_BLOCKS = 4
+"""Number of blocks of the deeper tower from which a tower of equal blocks is extrapolated."""
 
 Costs = TypeVar("Costs", bound=tuple)
 
@@ -148,8 +152,17 @@ def _traced(
             parameter.data = parameter.data.bfloat16()
     if checkpoints:
         model.set_activation_checkpointing(functools.partial(checkpoint, use_reentrant=False))
-    few, many = (trace_tower(model.train(), name, samples) for samples in (_FEW, _MANY))
-    one = _per_row(few, many, tensor_ranks)
+    tower: Any = model.visual if name == "image" else model.text
+    blocks = tower.transformer.resblocks if isinstance(model, ClipModel) else []
+    more = len(blocks) - _BLOCKS
+    if more > 0 and unlocked_groups is None and lora is None:
+        del blocks[1 : 1 + more]
+        deep = _one_sample(model, name, tensor_ranks)
+        del blocks[1]
+        shallow = _one_sample(model, name, tensor_ranks)
+        one = _combined(deep, shallow, lambda large, small: large + more * (large - small))
+    else:
+        one = _one_sample(model, name, tensor_ranks)
     if tensor_ranks > 1:  # beside the gathered input
         own = _inputs(model, name, 1, model.logit_scale.dtype).nbytes
         one = one._replace(forward_peak=one.forward_peak + own, backward_peak=one.backward_peak + own)
@@ -159,15 +172,19 @@ def _traced(
     return one._replace(backward_peak=max(one.backward_peak, one.forward_peak))
 
 
-def _per_row(few: Costs, many: Costs, rows: int) -> Costs:
-    """Return the costs of so many rows."""
-    values = []
-    for small, large in zip(few, many, strict=True):
-        if isinstance(small, Pass):
-            values.append(_per_row(small, large, rows)._replace(layers=small.layers))
-        else:
-            values.append(rows * (large - small) / (_MANY - _FEW))
-    return type(few)(*values)
+def _one_sample(model: DualEncoder, name: str, tensor_ranks: int) -> TowerCosts:
+    """Return the costs of one of a rank's samples in a tower."""
+    few, many = (trace_tower(model.train(), name, samples) for samples in (_FEW, _MANY))
+    one = _combined(many, few, lambda large, small: tensor_ranks * (large - small) / (_MANY - _FEW))
+    forward = one.forward._replace(layers=few.forward.layers)
+    return one._replace(forward=forward, backward=one.backward._replace(layers=few.backward.layers))
+
+
+def _combined(first: Costs, second: Costs, of: Callable[[float, float], float]) -> Costs:
+    """Return the costs that `of` computes from the same cost of both."""
+    pairs = zip(first, second, strict=True)
+    values: list[Any] = [_combined(a, b, of) if isinstance(a, Pass) else of(a, b) for a, b in pairs]
+    return type(first)(*values)
 
 
 def trace_tower(model: DualEncoder, name: str, samples: int) -> TowerCosts:
@@ -201,6 +218,8 @@ def trace_tower(model: DualEncoder, name: str, samples: int) -> TowerCosts:
         with_gradient.add(parameter)
         parameter.grad = None  # the planner counts the gradients of parameters itself
 
+    with torch.no_grad(), _Trace():
+        _check_features(model, tower, name, samples)  # and compute what towers compute only once
     with ExitStack() as hooks:
         for block in of_both:
             hooks.callback(block.register_forward_pre_hook(count_input, with_kwargs=True).remove)
@@ -209,7 +228,7 @@ def trace_tower(model: DualEncoder, name: str, samples: int) -> TowerCosts:
                 if block in trained_blocks and isinstance(module, nn.LayerNorm | nn.GELU | QuickGELU):
                     hooks.callback(module.register_forward_hook(count_output).remove)
         with torch.no_grad(), _Trace() as without_graph:
-            _check_features(model, tower, name, samples)
+            tower(_inputs(model, name, samples, model.logit_scale.dtype))
         forward = without_graph.ended(len(blocks), sum(inputs_of_blocks.values()))
         if decoder is not None:
             with torch.no_grad(), _Trace():

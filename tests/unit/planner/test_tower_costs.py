@@ -12,7 +12,7 @@ from megaclip.models import DualEncoder, ModelConfig, build_model, compilation, 
 from megaclip.models.layers import LayerFactory
 from megaclip.models.text import TextTower
 from megaclip.models.vision import VisionTower
-from megaclip.planner.tower_costs import attention_operations, tower_costs
+from megaclip.planner.tower_costs import _traced, attention_operations, tower_costs
 from megaclip.planner.towers import tower_work
 from tests.unit.planner.planner_cases import H200, workload
 
@@ -233,6 +233,24 @@ def test_products_of_a_block_by_hand() -> None:
     assert alone.forward.products == pytest.approx(blocks + outside, rel=1e-3)
     assert alone.backward.products == pytest.approx(2 * alone.forward.products, rel=0.01)
     assert split.forward.products - alone.forward.products == pytest.approx(3 * outside, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "tower", "six_layers", "checkpointing"),
+    [
+        ("ViT-B-32", "text", {"text_cfg": {"layers": 6}}, ""),
+        ("PE-Core-T-16-384", "image", {"vision_cfg": {"timm_model_kwargs": {"depth": 6}}}, "gpu"),
+    ],
+)
+def test_costs_extrapolated_from_four_blocks_are_those_of_all_blocks(
+    name: str, tower: str, six_layers: dict, checkpointing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model_config(name).replace(**six_layers)
+    extrapolated = tower_costs(model, tower, 2, checkpointing=checkpointing)
+    assert extrapolated.forward.layers == 6
+    monkeypatch.setattr("megaclip.planner.tower_costs._BLOCKS", 6)
+    _traced.cache_clear()
+    assert tower_costs(model, tower, 2, checkpointing=checkpointing) == extrapolated
 
 
 def test_attention_is_counted_in_whole_tiles() -> None:
