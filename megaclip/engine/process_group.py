@@ -41,8 +41,8 @@ _REPORT_S = 10.0
 """Seconds between two reports of the ranks that have not come."""
 _LAST_WORD_S = 1.5
 """Seconds in which the other ranks read the first rank's error."""
-_SPARE_RANKS = "MEGACLIP_SPARE_RANKS"
-"""Environment variable with the number of ranks that the run does not use, for `end_spare_ranks`."""
+_spare_ranks = 0
+"""Number of ranks that the run does not use, for `end_spare_ranks`."""
 _EXIT_CODE, _HAVE_READ = "megaclip/exit_code", "megaclip/have_read"
 _CONNECT_LIMIT_S = 1800.0
 """Seconds for which a spare rank waits for the first rank, which may read its inputs for a long time."""
@@ -242,6 +242,7 @@ def wait_if_spare(config: TrainingConfig) -> int | None:
     Raises:
         ConfigError: torchrun would show the spare ranks of a restart the exit code of the attempt before.
     """
+    global _spare_ranks
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # set by torch's elastic agent
         return None
@@ -257,19 +258,18 @@ def wait_if_spare(config: TrainingConfig) -> int | None:
         return _wait_for_exit_code()
     if rank_from_environment() == 0:
         logger.warning("%s can use %d of %d ranks; the others wait for the end of the run", config.path, used, ranks)
-    os.environ.update({"WORLD_SIZE": str(used), _SPARE_RANKS: str(ranks - used)})
+    os.environ["WORLD_SIZE"], _spare_ranks = str(used), ranks - used
     return None
 
 
 def end_spare_ranks(exit_code: int) -> None:
     """Let spare ranks, if there are any, end with the exit code of the first rank. Every rank may call it."""
-    spare = int(os.environ.get(_SPARE_RANKS, "0"))
-    if not spare or rank_from_environment() != 0 or not torch.distributed.is_initialized():
+    if not _spare_ranks or rank_from_environment() != 0 or not torch.distributed.is_initialized():
         return
     with contextlib.suppress(DistError, MegaclipError):  # the run has ended, whether the store can be reached or not
         store, deadline = connect(_READ_LIMIT_S), time.monotonic() + _READ_LIMIT_S
         store.set(_EXIT_CODE, str(exit_code))
-        while store.add(_HAVE_READ, 0) < spare and time.monotonic() < deadline:
+        while store.add(_HAVE_READ, 0) < _spare_ranks and time.monotonic() < deadline:
             time.sleep(0.05)  # the store ends with this process
 
 

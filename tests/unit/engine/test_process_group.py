@@ -98,6 +98,7 @@ def test_the_largest_number_of_ranks_that_divides_the_batch_takes_part():
 
 
 def set_ranks(monkeypatch, rank, **variables):
+    monkeypatch.setattr(process_group, "_spare_ranks", 0)
     values = {"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": "3", "RANK": str(rank), **variables}
     for name, value in values.items():
         monkeypatch.setenv(name, value)
@@ -106,7 +107,7 @@ def set_ranks(monkeypatch, rank, **variables):
 def test_a_rank_that_takes_part_sees_the_smaller_world(monkeypatch):
     set_ranks(monkeypatch, 1)
     assert process_group.wait_if_spare(Config()) is None
-    assert process_group.os.environ["WORLD_SIZE"] == "2"
+    assert (process_group.os.environ["WORLD_SIZE"], process_group._spare_ranks) == ("2", 1)
 
 
 def test_a_store_that_survives_restarts_is_refused(monkeypatch):
@@ -117,7 +118,8 @@ def test_a_store_that_survives_restarts_is_refused(monkeypatch):
 
 def test_a_spare_rank_ends_with_the_exit_code_of_the_first_rank_and_not_with_sigusr1(monkeypatch):
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-    set_ranks(monkeypatch, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), MEGACLIP_SPARE_RANKS="1")
+    set_ranks(monkeypatch, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), MEGACLIP_SPARE_RANKS="abc")
+    monkeypatch.setattr(process_group, "_spare_ranks", 1)
     ended = []
 
     def end_the_run() -> None:
