@@ -43,9 +43,9 @@ def reading_flags(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in ("dataset_type", "image_key", "image_root", "caption_key")}
 
 
-def integer(least: int) -> Callable[[str], int]:
-    """Return a type for argparse: an integer that is at least `least`."""
-    return _bounded(int, least, math.inf, "an integer")
+def integer(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """Return a type for argparse: an integer from `least` to `most`."""
+    return _bounded(int, least, most, "an integer")
 
 
 def number(least: float, most: float = math.inf) -> Callable[[str], float]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaclip.commands.argument_types import CommandParser, add_reading_flags, integer, reading_flags
-from megaclip.config.command_line import DEFAULT_WORKERS
+from megaclip.config.command_line import DEFAULT_WORKERS, MOST_WORKERS
 from megaclip.errors import MegaclipError, public
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def parse_arguments() -> argparse.Namespace:
         help="number of images, and of prompts, that a rank encodes at once",
     )
     parser.add_argument(
-        "--workers", type=integer(0), default=DEFAULT_WORKERS, help="number of data worker processes per rank"
+        "--workers", type=integer(0, MOST_WORKERS), default=DEFAULT_WORKERS, help="data worker processes per rank"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the scores to a file; --suite resumes from it")
     parser.add_argument(

@@ -23,6 +23,8 @@ LONGEST_DEFAULT_WARMUP = 10_000
 """Largest number of warm-up steps when --warmup is not given. It is open_clip's default."""
 DEFAULT_WORKERS = 4
 """Number of data worker processes per rank, also in the planner and in tools."""
+MOST_WORKERS = 1024
+"""Largest value of --workers: more is a typing mistake, and forks processes until the host has no memory."""
 
 DEFAULT_SKIPS_IN_A_ROW = 10
 """Default of N in --on-nonfinite skip:N, the largest number of consecutive skipped updates."""
@@ -47,9 +49,8 @@ OTHER_TRAINERS = json.loads(Path(__file__).with_name("open_clip_flags.json").rea
 OPEN_CLIP_FLAGS, FASTCLIP_FLAGS = (_replacements(OTHER_TRAINERS[trainer]) for trainer in ("open_clip", "FastCLIP"))
 """Flags that are refused. FastCLIP's trainer has those of open_clip too."""
 
-Positive = Annotated[int, Field(gt=0)]
-NotNegative = Annotated[int, Field(ge=0)]
-
+Positive = Annotated[int, Field(gt=0, le=2**31 - 1)]
+NotNegative = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 _GROUPS = {
     "deepspeed_config": "Required",
@@ -116,7 +117,7 @@ class TrainArguments(BaseModel):
     tokenizer: str | None = None
     """'clip', path of a sentencepiece model, or directory of a Hugging Face tokenizer (default: the tokenizer in the
     model card of --pretrained or --model, else the one that the model names, else 'clip')"""
-    workers: NotNegative = DEFAULT_WORKERS
+    workers: int = Field(default=DEFAULT_WORKERS, ge=0, le=MOST_WORKERS)
     """number of data worker processes per rank"""
     image_decoder: Literal["auto", "cpu", "gpu"] = "cpu"
     """where JPEG files of the training data are decoded, cropped and resized: 'cpu' (the data workers), 'gpu' (requires
@@ -203,7 +204,7 @@ class TrainArguments(BaseModel):
     """power of the decay (const-cooldown)"""
     lr_cooldown_end: float = Field(default=0.0, ge=0)
     """last learning rate (const-cooldown)"""
-    seed: NotNegative = Field(default=0, le=_LARGEST_SEED)
+    seed: int = Field(default=0, ge=0, le=_LARGEST_SEED)
     """seed of the data order, augmentation, initialisation and dropout"""
     stop_after_steps: Positive | None = None
     """number of steps, counted from the start of the run, after which the run saves and stops; the schedule stays that

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
 
+from megaclip.config.command_line import Positive
 from megaclip.config.optimizers import Optimizer
 from megaclip.config.section import MegaclipSection
 from megaclip.zero.settings import (
@@ -51,9 +52,9 @@ class ActivationCheckpointing(_Strict):
 
 
 class _Aio(_Strict):
-    block_size: PositiveInt = 2**20
-    queue_depth: PositiveInt = 8
-    intra_op_parallelism: PositiveInt = 1
+    block_size: Positive = 2**20
+    queue_depth: Positive = 8
+    intra_op_parallelism: Positive = 1
     single_submit: bool = False
     overlap_events: bool = True
     use_gds: bool = False
@@ -83,9 +84,9 @@ class DsConfig(_Strict):
 
     megaclip: MegaclipSection = MegaclipSection.model_validate({})
 
-    train_batch_size: PositiveInt | None = None
-    train_micro_batch_size_per_gpu: PositiveInt | None = None
-    gradient_accumulation_steps: PositiveInt | None = None
+    train_batch_size: Positive | None = None
+    train_micro_batch_size_per_gpu: Positive | None = None
+    gradient_accumulation_steps: Positive | None = None
     gradient_clipping: float = Field(ge=0)
     optimizer: Optimizer
     zero_allow_untested_optimizer: bool = False

@@ -16,7 +16,7 @@ class LoraSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    rank: int = Field(default=16, gt=0)
+    rank: int = Field(default=16, gt=0, le=2**14)
     """Rank of the adapters: the number of rows of A and of columns of B."""
 
     alpha: float = Field(default=16, gt=0)

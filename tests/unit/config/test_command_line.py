@@ -66,6 +66,8 @@ surplus --seed 1 more | unknown argument 'more'
 --multiply_tau | --multiply_tau is set in ds_config.json: megaclip.loss (fastclip_v3 with the flag
 --imagenet-val x | --imagenet-val is not a flag here; use --zeroshot-data
 --warmup many | --warmup: Input should be a valid integer
+--workers {2**63} | --workers: Input should be less than or equal to 1024
+--epochs {2**63} | --epochs: Input should be less than or equal to 2147483647
 --warmup -1 | --warmup: Input should be greater than or equal to 0
 --logs= | --logs: the value is empty; give it a value, or leave it out, got ''
 --pretrained-text= | --pretrained-text: the value is empty; give it a value, or leave it out

@@ -123,6 +123,7 @@ megaclip={"loss":"fastclip_v3","fastclip":{"temperature_schedule":"threshold","t
 megaclip.loss=isogclr megaclip.fastclip.gamma_epochs=3 | gamma_epochs has no effect with a constant gamma
 megaclip.loss=fastclip_v2 megaclip.fastclip.temperature_schedule=threshold | requires a loss with one global temperature
 megaclip.lora.rank=0 | megaclip.lora.rank: Input should be greater than 0
+megaclip.lora.rank=1000000 | megaclip.lora.rank: Input should be less than or equal to 16384
 megaclip.lora.r=8 | unknown key megaclip.lora.r
 megaclip.lora={} megaclip.text_layer_decay=0.5 | megaclip.text_layer_decay 0.5 cannot be used with megaclip.lora; leave
 megaclip.lora={} megaclip.tensor_parallel_size=2 | megaclip.tensor_parallel_size 2 cannot be used with megaclip.lora
@@ -188,6 +189,7 @@ optimizer.params.betas=[0.9, | optimizer.params.betas: Input should be a valid l
 optimizer.params.eps="1e-6" | optimizer.params.eps: Input should be a valid number
 zero_allow_untested_optimizer=true | no effect with optimizer.type AdamW
 zero_force_ds_cpu_optimizer=false | zero_force_ds_cpu_optimizer cannot be false: DeepSpeed reads it for optimizers that
+train_batch_size=9223372036854775808 | train_batch_size: Input should be less than or equal to 2147483647
 train_batch_size="24" | train_batch_size: Input should be a valid integer, got '24'
 activation_checkpointing.cpu_checkpointing=1 | cpu_checkpointing: Input should be a valid boolean
 optimizer.params.betas="auto" | write a value for optimizer.params.betas (the default is [0.9, 0.999])
