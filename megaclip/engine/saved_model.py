@@ -81,7 +81,7 @@ def locked_weights(step: Path, folder: Path, names: list[str], *, bf16: bool) ->
     card = step.parent / MODEL_CARD
     if not names:
         return {}
-    if damaged := [problem for problem in manifest.find_damage(card) if problem.startswith(LOCKED_WEIGHTS)]:
+    if (card / manifest.MANIFEST).exists() and (damaged := manifest.find_damage(card, only=LOCKED_WEIGHTS)):
         raise CheckpointError(f"{card} is damaged: {damaged[0]}; restore the file from a copy")
     if (card / LOCKED_WEIGHTS).is_file():
         return None if card.resolve() == folder.resolve() else read_tensors(card / LOCKED_WEIGHTS)

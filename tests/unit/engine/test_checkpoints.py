@@ -6,10 +6,15 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
-from megaclip.checkpoint.search import all_tags
+from megaclip.checkpoint import manifest
+from megaclip.checkpoint.open_clip_weights import write_tensors
+from megaclip.checkpoint.search import LOCKED_WEIGHTS, MODEL_CARD, all_tags
 from megaclip.config import TrainArguments
 from megaclip.engine.checkpoints import FILE, BestCheckpoint, main_score
+from megaclip.engine.saved_model import locked_weights
+from megaclip.errors import CheckpointError
 from tests.unit.checkpoint.saved_checkpoints import save
 
 TAGS = {step: f"step_{step:08d}" for step in range(1, 7)}
@@ -110,3 +115,15 @@ def test_the_report_names_the_command_that_exports_what_was_evaluated(
     best_of(tmp_path / folder, step=1, **resumed).report()
     found = {line for line in caplog.messages if "best checkpoint: step_00000001 with zero_shot_top1 0.2500" in line}
     assert len(found) == (words is not None) and all(words in line and "megaclip export" in line for line in found)
+
+
+@pytest.mark.parametrize("damaged", [LOCKED_WEIGHTS, manifest.MANIFEST])
+def test_damaged_locked_weights_are_not_copied_to_a_resumed_run(tmp_path, damaged):
+    card = tmp_path / MODEL_CARD
+    card.mkdir()
+    write_tensors(card / LOCKED_WEIGHTS, {"weight": torch.ones(1)})
+    manifest.write(card)
+    assert locked_weights(tmp_path / TAGS[1], tmp_path, ["weight"], bf16=True) == {"weight": 1.0}
+    (card / damaged).write_bytes((card / damaged).read_bytes()[:-1] + b" ")
+    with pytest.raises(CheckpointError, match=f"is damaged: {damaged}"):
+        locked_weights(tmp_path / TAGS[1], tmp_path, ["weight"], bf16=True)
