@@ -21,7 +21,7 @@ from megaclip.data import LabelledDataset, PairDataset, open_pairs
 from megaclip.data.labelled import CLASS_NAMES_FILE, has_train_split, open_labelled, split_shards, text_lines
 from megaclip.errors import DataError, os_reason
 from megaclip.evaluation import task_metrics
-from megaclip.evaluation.encoder import encode_images, encode_texts
+from megaclip.evaluation.encoder import Encode, encode_images, encode_texts, in_step
 from megaclip.evaluation.items import Item, ItemSet, item_files, open_items
 from megaclip.evaluation.probe import linear_probe, nearest_neighbours
 from megaclip.evaluation.retrieval import RECALL_AT, retrieval
@@ -123,9 +123,13 @@ def score_task(evaluator: Evaluator, task: Task, data: TaskData, *, probe: bool 
     loader = evaluator.loader(data)
     batches, lost = evaluator.progress(loader, dataset), dict[str, int]()
     if isinstance(data, LabelledDataset):
-        metrics, main, samples = _classification(evaluator, task, data, batches)
-        if probe and not data.has_several_labels and has_train_split(task.folder):
-            probed, lost = _probe(evaluator, task, data)
+        encode = evaluator.encode
+        if probe := probe and not data.has_several_labels and has_train_split(task.folder):
+            batches = [replace(batch, images=encode(images=batch.images)[0]) for batch in in_step(batches)]
+            encode = _encoded
+        metrics, main, samples = _classification(evaluator, encode, task, data, batches)
+        if probe:
+            probed, lost = _probe(evaluator, task, data, *encode_images(encode, batches))
             metrics |= probed
     elif isinstance(data, ItemSet):
         metrics, main, samples = _items(evaluator, data, batches)
@@ -146,18 +150,24 @@ def score_task(evaluator: Evaluator, task: Task, data: TaskData, *, probe: bool 
     return {"key": task.key, "dataset": dataset, "metrics": metrics, **facts}
 
 
-def _probe(evaluator: Evaluator, task: Task, data: LabelledDataset) -> tuple[Metrics, dict[str, int]]:
+def _encoded(images: Any = None, tokens: Any = None) -> tuple[Any, Any]:
+    """Return the features that batches have in the place of their images, as an `Encode`."""
+    return images, tokens
+
+
+def _probe(
+    evaluator: Evaluator, task: Task, data: LabelledDataset, test: torch.Tensor, test_facts: torch.Tensor
+) -> tuple[Metrics, dict[str, int]]:
     """Return the metrics on frozen features, and the number of training images that are left out, by kind."""
     with raise_on_all_ranks():
         train = open_labelled(task.folder, split="train")
         if train.class_names != data.class_names:
             raise DataError(f"{task.folder}: the train split has other classes than the test split")
-    loaders = [evaluator.loader(own) for own in (train, data)]
-    sets = [encode_images(evaluator.encode, evaluator.progress(loader, task.key)) for loader in loaders]
-    (features, facts), (test, test_facts) = sets
+    loader = evaluator.loader(train)
+    features, facts = encode_images(evaluator.encode, evaluator.progress(loader, task.key))
     if not len(features):
         raise DataError(f"{task.folder}: no image of the train split can be read")
-    lost = {f"{kind}, in the train split": count for kind, count in sum_counts(loaders[0].bad_counts).items()}
+    lost = {f"{kind}, in the train split": count for kind, count in sum_counts(loader.bad_counts).items()}
     arguments = features, facts[:, 1], test, len(data.class_names)
     labels, (linear, strength) = test_facts[:, 1].cpu().numpy(), linear_probe(*arguments)
     recalls = [float(np.mean((linear == label)[labels == label])) for label in np.unique(labels)]
@@ -171,16 +181,16 @@ def _probe(evaluator: Evaluator, task: Task, data: LabelledDataset) -> tuple[Met
 
 
 def _classification(
-    evaluator: Evaluator, task: Task, data: LabelledDataset, batches: Iterable[Any]
+    evaluator: Evaluator, encode: Encode, task: Task, data: LabelledDataset, batches: Iterable[Any]
 ) -> tuple[Metrics, str, int]:
     """Return the metrics of labelled images, the name of the main one, and the number of images."""
     weights = evaluator.class_weights(data)
     if data.has_several_labels:
-        features, facts = encode_images(evaluator.encode, batches)
+        features, facts = encode_images(encode, batches)
         scores = (features.double() @ weights.double().T).cpu().numpy()
         precision = task_metrics.mean_average_precision(scores, _facts(data, facts[:, 0].tolist()) == 1)
         return {"mean_average_precision": precision}, "mean_average_precision", len(scores)
-    found = classify(evaluator.encode, batches, weights)
+    found = classify(encode, batches, weights)
     metrics = task_metrics.accuracy_metrics(found, len(weights))
     if groups := task.settings.get("groups", {}):
         columns = dict(zip(task.settings["fields"], _facts(data, found.ids.tolist()).T, strict=True))

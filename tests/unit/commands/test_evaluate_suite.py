@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -175,8 +176,12 @@ def test_bad_group_labels_are_left_out_and_counted(content: bytes, tmp_path: Pat
 
 
 @pytest.mark.parametrize("layout", ["tars", "folders"])
-def test_the_probe_uses_the_train_split(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_probe_uses_the_train_split(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The test images are training images, so the most similar one has the right label. One training image is bad."""
+    encoded = Mock(side_effect=encode)
+    monkeypatch.setitem(globals(), "encode", encoded)
     place = tmp_path / "suite" / "mine"
 
     def content(row: int) -> bytes:
@@ -196,6 +201,7 @@ def test_the_probe_uses_the_train_split(layout: str, tmp_path: Path, capsys: pyt
     metrics = line["metrics"]
     assert line["bad_samples"] == {"undecodable image, in the train split": 1} and line["samples"] == 10
     assert metrics["knn_acc1"] == 1.0 and {"lp_acc1", "lp_mean_per_class_recall", "lp_C"} < metrics.keys()
+    assert sum("images" in call.kwargs for call in encoded.call_args_list) == 13, "batches of 39 and of 10 images"
     assert ["knn_acc1", "100.00"] in [line.split() for line in capsys.readouterr().out.splitlines()]
     run(tmp_path / "suite", tmp_path / "results.jsonl")
     assert "lp_acc1" not in lines_of(tmp_path / "results.jsonl")["mine"]["metrics"], "the flag is in the checksum"
