@@ -158,11 +158,12 @@ def parse_arguments() -> argparse.Namespace:
 
 def open_data(arguments: argparse.Namespace) -> tuple[PairDataset | None, LabelledDataset | None]:
     """Return the image-text pairs of --val-data and the labelled images of --zeroshot-data, None without the flag."""
-    from megaclip.data import open_labelled, open_pairs
+    from megaclip.data import check_image_root, open_labelled, open_pairs
 
     pairs = labelled = None
     if arguments.val_data:
         pairs = open_pairs(arguments.val_data, **reading_flags(arguments))
+        check_image_root(arguments.image_root, pairs)
         if arguments.val_fraction is not None:
             _, pairs = pairs.split(arguments.val_fraction)
     if arguments.zeroshot_data:

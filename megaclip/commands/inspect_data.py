@@ -80,12 +80,13 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
-    from megaclip.data import ImageTransform, open_pairs  # torch is imported after the flags are read
+    from megaclip.data import ImageTransform, check_image_root, open_pairs  # torch is imported after the flags are read
     from megaclip.data.inspection import Look, describe_dataset, time_loader
 
     tokenizer, pixels = _preprocessing(arguments)
     # The report shows what is left out.
     dataset = open_pairs(arguments.data, max_bad_fraction=1.0, **reading_flags(arguments))
+    check_image_root(arguments.image_root, dataset)
     look, limit = Look(dataset, tokenizer, ImageTransform(**pixels), arguments.samples), arguments.max_bad_fraction
     report = {**describe_dataset(dataset), "sample": look.report(), "shown": look.shown}
     reasons = [

@@ -63,10 +63,11 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     from megaclip.checkpoint.output import prepare_file  # torch is imported after the flags are read
-    from megaclip.data import open_pairs
+    from megaclip.data import check_image_root, open_pairs
     from megaclip.data.sentencepiece_training import train_sentencepiece
 
     dataset = open_pairs(arguments.data, **reading_flags(arguments))
+    check_image_root(arguments.image_root, dataset)
     prepare_file(arguments.out)
     captions = read_captions(dataset, arguments.max_captions)
     tokenizer = train_sentencepiece(

@@ -9,5 +9,5 @@ from megaclip.data.images import GPU_DECODER, OPENAI_MEAN, OPENAI_STD, ImageTran
 from megaclip.data.labelled import LabelledDataset, open_labelled
 from megaclip.data.loader import EvaluationLoader, TrainLoader, check_batch, slots_ahead
 from megaclip.data.shard_cache import bytes_to_come
-from megaclip.data.sources import DATASET_TYPES, PairDataset, check_manifest, open_pairs
+from megaclip.data.sources import DATASET_TYPES, PairDataset, check_image_root, check_manifest, open_pairs
 from megaclip.data.tokenizers import Tokenizer, load_tokenizer

@@ -44,7 +44,7 @@ def weighted_keys(value: str | None) -> list[WeightedKey]:
     if not value:
         return [WeightedKey()]
     found = list(_WEIGHTED.finditer(value))
-    if found and found[-1].end() < len(value):
+    if found and (found[-1].end() < len(value) or re.search(r":\s*[0-9.]+\s*;", value)):
         raise DataError(f"--caption-key {value!r} gives some keys no weight; write KEY:WEIGHT,KEY:WEIGHT or KEY,KEY")
     keys = [WeightedKey(match[1].strip(), _weight(match[2], value)) for match in found]
     keys = keys or [WeightedKey(name.strip()) for name in value.split(",")]

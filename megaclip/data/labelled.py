@@ -87,10 +87,10 @@ class LabelledDataset:
         assert isinstance(self._images, TarShards), "open_labelled(facts=...) opens a dataset with facts"
         texts = self._images.captions(sample_id).texts
         words = texts[-1].split() if len(texts) == (1 if self.has_several_labels else 2) else []
-        numbers = [int(float(word)) for word in words if abs(float(word)) < 2**53]
+        numbers = [int(float(word)) for word in words if float(word).is_integer() and abs(float(word)) < 2**53]
         if len(words) != self._fact_count or len(numbers) < len(words):
             name = f"sample {sample_id} of {self.shard_name(sample_id)}"
-            raise BadSample("wrong .npy", f"{name}: {len(words)} numbers, expected {self._fact_count}")
+            raise BadSample("wrong .npy", f"{name}: {len(numbers)} whole numbers, expected {self._fact_count}")
         return numbers
 
     def shard_name(self, sample_id: int) -> str:
@@ -367,7 +367,7 @@ def text_lines(path: Path) -> list[str]:
     if not path.is_file():
         return []
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig").rstrip()
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); convert it to UTF-8") from error
-    return [line.strip() for line in text.rstrip().splitlines()]
+    return [line.strip() for line in text.split("\n")] if text else []  # splitlines() would split at U+2028 too

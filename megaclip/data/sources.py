@@ -252,6 +252,16 @@ def open_pairs(
     return dataset
 
 
+def check_image_root(root: str | None, *datasets: PairDataset | None) -> None:
+    """Raise DataError if --image-root is `root` and no dataset has a table with paths that it applies to."""
+    sources = (source for dataset in datasets if dataset is not None for source in dataset.sources)
+    if root is not None and not any(isinstance(source, Table) and source.uses_image_root for source in sources):
+        raise DataError(
+            f"--image-root {root!r} has no effect: it is the folder of image paths in tables, and the data has no such "
+            "table; leave it out"
+        )
+
+
 def _check_fields(dataset: PairDataset) -> None:
     """Raise DataError if every one of some samples has an extra field that is missing or of another form."""
     bad, rows = list[BadSample](), np.linspace(0, len(dataset) - 1, min(len(dataset), FIRST_FIELDS), dtype=np.int64)

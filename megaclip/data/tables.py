@@ -104,6 +104,11 @@ class Table:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def uses_image_root(self) -> bool:
+        """True if --image-root is the folder of the paths in the table."""
+        return self._image_root is not None and getattr(self._rows.features[self._image], "dtype", "") != "binary"
+
     @functools.cached_property
     def columns(self) -> dict[str, str]:
         """Names of the columns of images and captions, with the number of images if rows name the same ones."""

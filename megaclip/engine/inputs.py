@@ -24,6 +24,7 @@ from megaclip.data import (
     LabelledDataset,
     PairDataset,
     Tokenizer,
+    check_image_root,
     open_labelled,
     open_pairs,
 )
@@ -134,6 +135,7 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
         )
     train = open_pairs(arguments.train_data, weights=weights, id_key=arguments.id_key, fields=fields, **keys)
     validation = open_pairs(arguments.val_data, **keys) if arguments.val_data else None
+    check_image_root(arguments.image_root, train, validation)
     if arguments.val_fraction is not None:
         train, validation = train.split(arguments.val_fraction)
         logger.info("--val-fraction: %d samples for training, %d held out", len(train), len(validation))

@@ -117,7 +117,7 @@ def test_keys_with_weights_are_parsed(value, expected):
     [
         *((f"short:{weight},long:1", r"has the weight .*; use a positive, finite number")
           for weight in ("0", "-1", "nan", "inf", "-Infinity", "1e400", "1.2.3")),
-        *((value, "--caption-key") for value in ("short:1,long", "short:1,short:2", "a,,b", ",", "a:1,:2")),
+        *((value, "--caption-key") for value in ("short:1,long", "short:1,short:2", "a,,b", ",", "a:1,:2", "a:1;b:2")),
     ],
 )  # fmt: skip
 def test_incomplete_keys_and_weights_that_are_not_positive_and_finite_are_refused(value, message):

@@ -10,7 +10,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from megaclip.data import check_manifest, open_labelled, open_pairs, patterns
+from megaclip.data import check_image_root, check_manifest, open_labelled, open_pairs, patterns
 from megaclip.data.batch import BadSample
 from megaclip.data.order import ROWS_PER_SHARD
 from megaclip.data.patterns import expand_braces, expand_pattern
@@ -205,10 +205,18 @@ def test_the_folder_of_the_images_of_a_table(tmp_path):
     fill(tmp_path, {"pictures/0.png": 1, "0.png": 0, "pairs.csv": "filename,caption\n0.png,a\n"})
     rows = pyarrow.table({"filename": ["0.png"], "caption": ["a"]})
     parquet.write_table(rows, tmp_path / "pairs.parquet")
+    write_tar(tmp_path / "pairs.tar", [("0.png", picture(0)), ("0.txt", b"a")])
+    parquet.write_table(pyarrow.table({"image": [picture(0)], "text": ["a"]}), tmp_path / "images.parquet")
+    fill(tmp_path, {"folder/0.png": 0, "folder/metadata.csv": "file_name,text\n0.png,a\n"})
+    places = [str(tmp_path / name) for name in ("pairs.tar", "images.parquet", "folder")]
+    pictures = open_pairs(places, image_root=str(tmp_path))
     for name in ("pairs.csv", "pairs.parquet"):
         assert images(open_pairs([str(tmp_path / name)])) == [picture(0)]
         dataset = open_pairs([str(tmp_path / name)], image_root=str(tmp_path / "pictures"))
         assert images(dataset) == [picture(1)]
+        check_image_root("pictures", None, pictures, dataset)
+    with pytest.raises(DataError, match=r"--image-root 'pictures' has no effect: .*; leave it out"):
+        check_image_root("pictures", pictures, None)
     with pytest.raises(DataError, match=r"--image-root '.*/no' is not a folder; give"):
         open_pairs([str(tmp_path / "pairs.csv")], image_root=str(tmp_path / "no"))
     (tmp_path / "pictures" / "0.png").unlink()
@@ -572,7 +580,7 @@ def test_labelled_datasets_in_both_layouts(tmp_path):
         (shards / "classnames.txt").write_text(text)
         with pytest.raises(DataError, match=message):
             open_labelled(shards)
-    (shards / "classnames.txt").write_text("\ufefftabby cat\r\nbig dog\r\n\r\n")
+    (shards / "classnames.txt").write_text("\ufefftabby\u2028\fcat\r\nbig dog\r\n\r\n")
     (shards / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.\n{c}\n")
     folder = tmp_path / "folder"
     for number in range(4):
@@ -582,7 +590,10 @@ def test_labelled_datasets_in_both_layouts(tmp_path):
     (shards / "test" / "._2.tar").write_bytes(b"\0\5\26\7")  # macOS writes it
     by_shard, by_folder = open_labelled(shards), open_labelled(folder)
     assert by_shard.account.problems == {}
-    assert by_shard.class_names == ["tabby cat", "big dog"] and by_shard.templates == ["a photo of a {c}.", "{c}"]
+    assert by_shard.class_names == ["tabby\u2028\fcat", "big dog"] and by_shard.templates == [
+        "a photo of a {c}.",
+        "{c}",
+    ]
     assert by_folder.class_names == ["a cat", "big dog"] and by_folder.templates == ["a photo of a {c}."]
     assert [by_shard.read(n).caption for n in range(4)] == ["0", "1", "0", "1"]
     assert images(by_shard) == [picture(n) for n in range(4)]
