@@ -58,7 +58,15 @@ def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, evaluator: 
     def progress(batches: Iterable[Any], name: str) -> Iterable[Any]:
         return tqdm(batches, name, unit="batch", leave=False, disable=True if group_rank() else None)
 
+    def write() -> None:
+        with raise_on_all_ranks():
+            if group_rank() == 0 and arguments.json is not None:
+                with writing(arguments.json):
+                    text = "".join(f"{json.dumps(lines[key])}\n" for key in keys if key in lines)
+                    write_atomically(arguments.json, public(text))
+
     evaluator.progress = progress
+    write()  # without the results of an earlier run that are no longer right
     for task in counted:
         if task.key in lines:
             continue
@@ -72,14 +80,13 @@ def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, evaluator: 
             }
         except DataError as error:
             errors[task.key] = str(error)
-            continue
-        with raise_on_all_ranks():
-            if group_rank() == 0 and arguments.json is not None:
-                with writing(arguments.json):
-                    text = "".join(f"{json.dumps(lines[key])}\n" for key in keys if key in lines)
-                    write_atomically(arguments.json, public(text))
+        else:
+            write()
     if group_rank() == 0:
         _report(tasks, lines, errors, as_markdown=arguments.markdown)
+        classified = [key for key, line in lines.items() if "acc1" in line["metrics"]]
+        if arguments.probe and (without := [key for key in classified if "lp_acc1" not in lines[key]["metrics"]]):
+            print(f"no probe of {', '.join(without)}: it requires a folder train beside test, and no other folders")
     if errors:
         failure = DataError(f"{len(errors)} of {len(counted)} tasks were not evaluated: {', '.join(errors)}")
         failure.exit_code = REFUSED_EXIT_CODE

@@ -38,6 +38,11 @@ def expand_braces(pattern: str) -> list[str]:
     return names
 
 
+def literal(path: str | os.PathLike) -> str:
+    """Return the pattern that matches only the file or folder `path`."""
+    return re.sub(r"[\\{}]", r"\\\g<0>", glob.escape(os.fspath(path)))
+
+
 def _too_many(pattern: str) -> DataError:
     return DataError(
         f"data {pattern!r}: the braces stand for more than {MAX_FILES:,} files; use shorter ranges or a glob"

@@ -130,7 +130,7 @@ _READERS = {
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:
         if path.suffix == ".csv":
             yield from csv.DictReader(file)
         elif path.suffix == ".jsonl":

@@ -8,8 +8,8 @@ NEIGHBOURS, TEMPERATURE = 20, 0.07
 """Number of training images that vote, and temperature of their votes (Caron et al. 2021, DINO)."""
 STRENGTHS = [10.0**power for power in range(-6, 7)]
 """Inverse strengths C of the L2 penalty among which the validation images select."""
-_HELD_OUT = 10
-"""Every tenth training image is a validation image."""
+HELD_OUT = 10
+"""Every tenth training image is a validation image. A probe requires ten."""
 _QUERIES = 1024
 
 
@@ -36,9 +36,9 @@ def linear_probe(
     C is the one with the best accuracy on the held-out training images, the smallest of equals; the probe is then
     fitted to all training images. The arguments are those of `nearest_neighbours`.
     """
-    held_out = torch.arange(len(train), device=train.device) % _HELD_OUT == _HELD_OUT - 1
+    held_out = torch.arange(len(train), device=train.device) % HELD_OUT == HELD_OUT - 1
     best, strength, start = -1.0, STRENGTHS[0], None
-    for value in STRENGTHS if held_out.any() else []:
+    for value in STRENGTHS:
         start = fit(train[~held_out], labels[~held_out], class_count, value, start)
         accuracy = float((_logits(train[held_out], start).argmax(dim=1) == labels[held_out]).double().mean())
         if accuracy > best:

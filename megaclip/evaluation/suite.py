@@ -19,11 +19,12 @@ from megaclip.comm.collectives import raise_on_all_ranks, sum_counts
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.data import LabelledDataset, PairDataset, open_pairs
 from megaclip.data.labelled import CLASS_NAMES_FILE, has_train_split, open_labelled, split_shards, text_lines
+from megaclip.data.patterns import literal
 from megaclip.errors import DataError, os_reason
 from megaclip.evaluation import task_metrics
 from megaclip.evaluation.encoder import Encode, encode_images, encode_texts, in_step
 from megaclip.evaluation.items import Item, ItemSet, item_files, open_items
-from megaclip.evaluation.probe import linear_probe, nearest_neighbours
+from megaclip.evaluation.probe import HELD_OUT, linear_probe, nearest_neighbours
 from megaclip.evaluation.retrieval import RECALL_AT, retrieval
 from megaclip.evaluation.scores import Evaluator, evaluate_pairs
 from megaclip.evaluation.task_metrics import Metrics
@@ -99,11 +100,23 @@ def open_task(task: Task) -> TaskData:
         if kind not in ("", "classification", "multilabel", "retrieval"):
             raise DataError(f"{type_file} is {kind[:20]!r}; expected classification, multilabel or retrieval")
         if kind == "retrieval" or (not kind and shards and not (task.folder / CLASS_NAMES_FILE).is_file()):
-            return open_pairs([f"{shards[0].parent}/*.tar" if shards else str(task.folder)])
+            return _open_retrieval(
+                task.folder, f"{literal(shards[0].parent)}/*.tar" if shards else str(task.folder), kind
+            )
     except OSError as error:
         raise DataError(f"cannot read {task.folder}: {os_reason(error)}") from error
     facts = 0 if kind == "multilabel" else len(task.settings.get("fields", ())) or None
     return open_labelled(task.folder, split="test", facts=facts)
+
+
+def _open_retrieval(folder: Path, spec: str, kind: str) -> PairDataset:
+    """Open pairs. The errors name what a suite has in place of the flags of --val-data. Raises DataError."""
+    try:
+        return open_pairs([spec])
+    except DataError as error:
+        reason = "" if kind else f"{folder} has no {CLASS_NAMES_FILE}, so its samples are pairs for retrieval: "
+        flags = "; such flags require --val-data in place of --suite" if "--" in str(error) else ""
+        raise DataError(f"{reason}{error}{flags}") from error
 
 
 def open_suite(suite: Path) -> list[tuple[Task, TaskData]]:
@@ -165,8 +178,11 @@ def _probe(
             raise DataError(f"{task.folder}: the train split has other classes than the test split")
     loader = evaluator.loader(train)
     features, facts = encode_images(evaluator.encode, evaluator.progress(loader, task.key))
-    if not len(features):
-        raise DataError(f"{task.folder}: no image of the train split can be read")
+    if len(features) < HELD_OUT or len(facts[:, 1].unique()) < 2:
+        raise DataError(
+            f"{task.folder}: the train split has {len(features)} readable images of {len(facts[:, 1].unique())} "
+            f"classes; --probe requires {HELD_OUT} images of 2 classes or more"
+        )
     lost = {f"{kind}, in the train split": count for kind, count in sum_counts(loader.bad_counts).items()}
     arguments = features, facts[:, 1], test, len(data.class_names)
     labels, (linear, strength) = test_facts[:, 1].cpu().numpy(), linear_probe(*arguments)
@@ -187,6 +203,8 @@ def _classification(
     weights = evaluator.class_weights(data)
     if data.has_several_labels:
         features, facts = encode_images(encode, batches)
+        if not len(features):
+            raise DataError(f"{task.folder}: the images or labels of all {len(data)} samples are missing or unreadable")
         scores = (features.double() @ weights.double().T).cpu().numpy()
         precision = task_metrics.mean_average_precision(scores, _facts(data, facts[:, 0].tolist()) == 1)
         return {"mean_average_precision": precision}, "mean_average_precision", len(scores)

@@ -87,6 +87,10 @@ def test_only_tasks_whose_data_or_model_has_changed_are_evaluated_again(
     write_classes(suite / "own_numbers", [{"png": image(row), "npy": npy(1)} for row in range(COUNT)])  # as many bytes
     run(suite, results)
     assert evaluated == ["own_numbers"] and lines_of(results)["own_numbers"] != json.loads(whole.splitlines()[2])
+    (suite / "own_numbers").rename(tmp_path / "own_numbers")  # its result does not stay in the file
+    run(suite, results)
+    assert sorted(lines_of(results)) == ["cars", "fairness/geode"]
+    (tmp_path / "own_numbers").rename(suite / "own_numbers")
     evaluated.clear()
     run(suite, results, config="as many weights, other heads")
     assert len(evaluated) == 3
@@ -125,6 +129,30 @@ def test_the_table_lists_every_task_and_what_is_missing(
     assert len({len(line) for line in table.splitlines() if line[:1] == "|"}) == 1
     assert "not evaluated: fairness/fairface: DataComp has no main metric for it" in table
     assert "not in the folder: 36 of DataComp's 38 tasks: vtab/caltech101, " in table
+
+
+def test_names_of_folders_are_no_patterns_and_byte_order_marks_are_no_text(tmp_path: Path) -> None:
+    write_suite(tmp_path / "all")
+    for name in ("r[v2]", "r{a,b}", "r\\{"):
+        shutil.copytree(tmp_path / "all" / "wds_flickr30k_test", tmp_path / "suite" / name)
+    shutil.move(tmp_path / "all" / "winoground", tmp_path / "suite")
+    examples = tmp_path / "suite" / "winoground" / "examples.jsonl"
+    examples.write_bytes(b"\xef\xbb\xbf" + examples.read_bytes())
+    assert [len(command.open_task(task)) for task in command.find_tasks(tmp_path / "suite")] == [22, 22, 22, 22]
+
+
+def test_labels_without_names_and_fractions_as_labels_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_classes(tmp_path / "suite" / "plain", [{"png": image(0), "cls": b"1"}])
+    (tmp_path / "suite" / "plain" / "classnames.txt").unlink()
+    write_classes(tmp_path / "suite" / "shares", [{"png": image(0), "npy": npy([0.7] * 7)}], kind="multilabel")
+    with pytest.raises(DataError, match="2 of 2 tasks were not evaluated"):
+        run(tmp_path / "suite")
+    output = capsys.readouterr().out
+    assert "plain has no classnames.txt, so its samples are pairs for retrieval: none of the 1 samples" in output
+    assert "set --caption-key to one of them; such flags require --val-data in place of --suite" in output
+    assert "shares: the images or labels of all 1 samples are missing or unreadable" in output
 
 
 BROKEN = {
@@ -173,6 +201,23 @@ def test_bad_group_labels_are_left_out_and_counted(content: bytes, tmp_path: Pat
     line = lines_of(tmp_path / "results.jsonl")["fairness/geode"]
     assert line["bad_samples"] == {"wrong .npy": 1} and line["samples"] == 8
     assert line["metrics"]["count_region:0"] + line["metrics"]["count_region:1"] == 8
+
+
+@pytest.mark.parametrize(
+    ("labels", "found"), [([0, 1] * 4, "8 readable images of 2"), ([1] * 12, "12 readable images of 1")]
+)
+def test_a_probe_without_validation_images_or_classes_is_refused(
+    labels: list[int], found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = [{"png": image(row), "cls": str(label).encode()} for row, label in enumerate(labels)]
+    for name in ("mine", "other"):
+        write_classes(tmp_path / "suite" / name, samples)
+    shutil.copytree(tmp_path / "suite" / "mine" / "test", tmp_path / "suite" / "mine" / "train")
+    with pytest.raises(DataError, match="1 of 2 tasks were not evaluated: mine"):
+        run(tmp_path / "suite", probe=True)
+    output = capsys.readouterr().out
+    assert f"{found} classes; --probe requires 10 images of 2 classes or more" in output
+    assert "no probe of other: it requires a folder train beside test" in output
 
 
 @pytest.mark.parametrize("layout", ["tars", "folders"])
