@@ -4,6 +4,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -43,17 +44,9 @@ def reading_flags(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in ("dataset_type", "image_key", "image_root", "caption_key")}
 
 
-def integer(least: int, most: float = math.inf) -> Callable[[str], int]:
-    """Return a type for argparse: an integer from `least` to `most`."""
-    return _bounded(int, least, most, "an integer")
+def _bounded(kind: Callable, name: str, least: float, most: float = math.inf) -> Callable:
+    """Return a type for argparse: a finite number of a kind, from `least` to `most`."""
 
-
-def number(least: float, most: float = math.inf) -> Callable[[str], float]:
-    """Return a type for argparse: a finite number from `least` to `most`."""
-    return _bounded(float, least, most, "a number")
-
-
-def _bounded(kind: Callable, least: float, most: float, name: str) -> Callable:
     def parse(text: str) -> float:
         try:
             value = kind(text)
@@ -65,3 +58,6 @@ def _bounded(kind: Callable, least: float, most: float, name: str) -> Callable:
         raise argparse.ArgumentTypeError(f"{text!r} is not {name} {bounds}")
 
     return parse
+
+
+integer, number = partial(_bounded, int, "an integer"), partial(_bounded, float, "a number")
