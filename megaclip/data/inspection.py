@@ -131,8 +131,9 @@ def time_loader(
     size = min(64, len(dataset))
     loader = TrainLoader(dataset, transform, tokenizer, micro_batch_size=size, max_bad_fraction=1.0)
     next(loader)
-    began, samples = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - began) < seconds:
+    began, samples, elapsed = time.perf_counter(), 0, 0.0
+    while not samples or elapsed < seconds:
         samples += len(next(loader).tokens)
+        elapsed = time.perf_counter() - began
     rate = round(samples / elapsed, 1)
     return {"samples_per_s_per_core": rate, "image_size": transform.size, "decoder": image_decoder()}

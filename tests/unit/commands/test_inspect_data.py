@@ -19,7 +19,7 @@ def inspect(monkeypatch, capsys):
     """Return a function that runs the tool in this process and returns (exit code or error, output)."""
 
     def run(*arguments, size=("--image-size", 16)):
-        options = [*size, "--seconds", 0.01]
+        options = [*size, "--seconds", 0]
         monkeypatch.setattr("sys.argv", ["inspect_data.py", *map(str, (*arguments, *options))])
         try:
             code = inspect_data.main()
