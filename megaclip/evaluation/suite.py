@@ -110,13 +110,12 @@ def open_task(task: Task) -> TaskData:
 
 
 def _open_retrieval(folder: Path, spec: str, kind: str) -> PairDataset:
-    """Open pairs. The errors name what a suite has in place of the flags of --val-data. Raises DataError."""
+    """Open pairs. Raises DataError, which says why they are taken for pairs if no file of the folder does."""
     try:
         return open_pairs([spec])
     except DataError as error:
         reason = "" if kind else f"{folder} has no {CLASS_NAMES_FILE}, so its samples are pairs for retrieval: "
-        flags = "; such flags require --val-data in place of --suite" if "--" in str(error) else ""
-        raise DataError(f"{reason}{error}{flags}") from error
+        raise DataError(f"{reason}{error}") from error
 
 
 def open_suite(suite: Path) -> list[tuple[Task, TaskData]]:

@@ -151,7 +151,6 @@ def test_labels_without_names_and_fractions_as_labels_are_refused(
         run(tmp_path / "suite")
     output = capsys.readouterr().out
     assert "plain has no classnames.txt, so its samples are pairs for retrieval: none of the 1 samples" in output
-    assert "set --caption-key to one of them; such flags require --val-data in place of --suite" in output
     assert "shares: the images or labels of all 1 samples are missing or unreadable" in output
 
 

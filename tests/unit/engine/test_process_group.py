@@ -118,7 +118,7 @@ def test_a_store_that_survives_restarts_is_refused(monkeypatch):
 
 def test_a_spare_rank_ends_with_the_exit_code_of_the_first_rank_and_not_with_sigusr1(monkeypatch):
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-    set_ranks(monkeypatch, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), MEGACLIP_SPARE_RANKS="abc")
+    set_ranks(monkeypatch, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
     monkeypatch.setattr(process_group, "_spare_ranks", 1)
     ended = []
 
