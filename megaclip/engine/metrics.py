@@ -193,6 +193,8 @@ class Metrics:
             self._curves.write(step, {f"train/{name}": value for name, value in scalars.items() if value is not None})
         if (spike := self._loss_level.spike(step, metrics.loss)) is not None:
             self._curves.write(step, {"train/loss_spike": spike})
+        if self._steps == 1:  # which may have compiled: later steps show neither its rate nor a time left from it
+            self.restart_clock()
 
     def _warn_if_bound_by_data(self) -> None:
         waited_s, total_s = (sum(step[part] for step in self._waits) for part in (0, 1))

@@ -183,3 +183,18 @@ def test_the_first_step_every_tenth_step_and_at_least_one_step_per_minute_are_lo
             now[0] += step_s
             run.record_step(step, StepMetrics(1.0, 2.0, 3.0, 4.0))
     assert lines == expected
+
+
+def test_the_rate_of_later_steps_leaves_out_the_first_step_which_compiles(tmp_path: Path, monkeypatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    lines: list[str] = []
+    monkeypatch.setattr(metrics.logger, "info", lambda text, *values: lines.append(text % values))
+    run = Metrics(
+        tmp_path, first_rank=True, start_step=0, total_steps=40, global_batch=8, log_every=10, monitors=NO_MONITORS
+    )
+    with run:
+        for step in range(1, 11):
+            now[0] += 60.0 if step == 1 else 2.0
+            run.record_step(step, StepMetrics(1.0, 2.0, 3.0, 4.0))
+    assert ["samples/s 4 MiB" in line and line.endswith("0:01:00 left") for line in lines] == [False, True]
