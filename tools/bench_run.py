@@ -5,7 +5,7 @@
 
 It writes shards of JPEGs as img2dataset does (shorter side 384, quality 90, about 67 KB), with captions of the lengths
 of tools/bench_train.py, and starts each trainer on them with the same model, batch, workers, bf16 and torch.compile. A
-row has the samples per second over the last half of the steps, by the trainer's own log; the milliseconds of a step in
+row has the samples per second over the last half of the log, by the times of its lines; the milliseconds of a step in
 which MegaCLIP waited for data (its `wait`); the CPU time of the first rank without its workers, as a share of the time;
 the seconds from the start of the process to the first line of a step; and the largest memory that was taken on the
 host. The row `synthetic` has the steps of tools/bench_train.py, equally many and without decoding. open_clip's trainer
@@ -34,12 +34,12 @@ from PIL import Image
 
 SHARD = 512
 """Samples of a shard."""
-RATES = {
-    "megaclip": re.compile(r"samples/s (\d+)"),
-    "synthetic": re.compile(r"step \d+ in [\d.]+ s, (\d+) samples/s"),
-    "open_clip": re.compile(r"([\d.]+)/s, [\d.]+/s/gpu"),
+PROGRESS = {
+    "megaclip": re.compile(r" step (\d+)/"),
+    "synthetic": re.compile(r" step (\d+) in "),
+    "open_clip": re.compile(r"Train Epoch: 0 \[ *(\d+)/"),
 }
-"""Samples per second of all GPUs in a line of a trainer's log."""
+"""Steps of a line of a trainer's log, or open_clip's samples."""
 WAIT = re.compile(r"wait ([\d.]+)s")
 HEAD = "| trainer | samples/s | wait, ms | CPU of a rank | seconds to the first step | GiB of the host |"
 
@@ -64,28 +64,29 @@ def write_shard(path: Path, side: int) -> None:
 def commands(arguments: argparse.Namespace, data: Path, logs: Path) -> dict[str, list[str]]:
     """Return the command of each trainer."""
     shards = f"{data}/{{0000..{arguments.samples // SHARD - 1:04d}}}.tar"
-    total = arguments.batch * arguments.gpus
+    total, micro_batch = arguments.batch * arguments.gpus, arguments.micro_batch or arguments.batch
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(arguments.gpus)]
     common = ["--model", arguments.model, "--train-data", shards, "--workers", str(arguments.workers)]
     megaclip = [
         *(*launcher, "--module", "megaclip", "train", *common),
         *("--deepspeed-config", arguments.config, "--logs", str(logs), "--name", "megaclip"),
         *("--train-steps", str(arguments.steps), "--save-frequency", "0", "--log-every-n-steps", "5"),
-        *("--set", f"train_batch_size={total}", f"train_micro_batch_size_per_gpu={arguments.batch}"),
+        *("--set", f"train_batch_size={total}", f"train_micro_batch_size_per_gpu={micro_batch}"),
         f"megaclip.compile={str(not arguments.no_compile).lower()}",  # not "auto": a short run would not compile
         *arguments.megaclip_flags,
     ]
     synthetic = [
         *(*launcher, "tools/bench_train.py", "--methods", "megaclip", "--model", arguments.model),
-        *("--batch", str(total), "--micro-batch", str(arguments.batch), "--steps", str(arguments.steps)),
+        *("--batch", str(total), "--micro-batch", str(micro_batch), "--steps", str(arguments.steps)),
         *("--deepspeed_config", arguments.config, "--workers", str(arguments.workers)),
         *("--compile", str(not arguments.no_compile).lower()),
     ]
     open_clip = [
         *(*launcher, "--no_local_rank", "--module", "open_clip_train.main", *common),
         *("--dataset-type", "webdataset", "--train-num-samples", str(arguments.steps * total), "--epochs", "1"),
-        *("--batch-size", str(arguments.batch), "--precision", arguments.precision, "--local-loss"),
-        *("--gather-with-grad", "--log-every-n-steps", "5", "--logs", str(logs), "--name", "open_clip"),
+        *("--batch-size", str(micro_batch), "--accum-freq", str(arguments.batch // micro_batch)),
+        *("--precision", arguments.precision, "--local-loss", "--gather-with-grad"),
+        *("--log-every-n-steps", "5", "--logs", str(logs), "--name", "open_clip"),
         *("--warmup", "10", "--save-frequency", "0"),
         *(["--dataset-resampled"] if arguments.steps * total > arguments.samples else []),
         *([] if arguments.no_compile else ["--torchcompile"]),
@@ -93,9 +94,10 @@ def commands(arguments: argparse.Namespace, data: Path, logs: Path) -> dict[str,
     return {"megaclip": megaclip, "synthetic": synthetic, "open_clip": open_clip}
 
 
-def measure(name: str, command: list[str]) -> str:
-    """Run a trainer and return its row."""
-    began, first, rates, waits, busy = time.monotonic(), 0.0, list[float](), list[float](), list[tuple[float, float]]()
+def measure(name: str, command: list[str], batch: int) -> str:
+    """Run a trainer with this global batch and return its row."""
+    began, first, waits, lines = time.monotonic(), 0.0, list[float](), list[str]()
+    marks: list[tuple[float, float, float]] = []  # of each line of a step: when it came, samples, CPU seconds of a rank
     before, memory = psutil.virtual_memory().available, [0]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -107,32 +109,31 @@ def measure(name: str, command: list[str]) -> str:
 
     threading.Thread(target=watch, daemon=True).start()
     assert process.stdout is not None
-    lines = []
     for line in process.stdout:
         lines.append(line)
-        if found := RATES[name].search(line):
+        if found := PROGRESS[name].search(line):
             if not first:
                 first = time.monotonic() - began
                 processes = psutil.Process(process.pid).children(recursive=True)
                 rank = max(reversed(processes), key=lambda each: len(each.children()))  # the one that has workers
-            rates.append(float(found[1]))
             waits += [1000 * float(seconds) for seconds in WAIT.findall(line)]
             with contextlib.suppress(psutil.NoSuchProcess):  # the last lines may be read after its end
-                busy.append((time.monotonic(), sum(rank.cpu_times()[:2])))
-    if process.wait() or not rates:
+                samples = float(found[1]) * (1 if name == "open_clip" else batch)
+                marks.append((time.monotonic(), samples, sum(rank.cpu_times()[:2])))
+    if process.wait() or len(marks) < 4:
         print("".join(lines[-30:]), file=sys.stderr)
         return f"| {name} | ended with {process.returncode} | | | | |"
-    half = len(rates) // 2
-    rate, wait = (f"{statistics.median(values[half:]):,.0f}" if values else "" for values in (rates, waits))
-    (start, cpu_before), (end, cpu_after) = busy[min(half, len(busy) - 1)], busy[-1]
-    share = f"{(cpu_after - cpu_before) / max(end - start, 1e-9):.2f}"
-    return f"| {name} | {rate} | {wait} | {share} | {first:.0f} | {memory[0] / 2**30:.1f} |"
+    seconds, samples, cpu = (end - start for start, end in zip(marks[len(marks) // 2], marks[-1], strict=True))
+    wait = f"{statistics.median(waits[len(waits) // 2 :]):,.0f}" if waits else ""
+    figures = f"{samples / seconds:,.0f} | {wait} | {cpu / seconds:.2f} | {first:.0f} | {memory[0] / 2**30:.1f}"
+    return f"| {name} | {figures} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="ViT-B-16")
-    parser.add_argument("--batch", type=int, default=1024, help="samples of each GPU and step, in one chunk")
+    parser.add_argument("--batch", type=int, default=1024, help="samples of each GPU and step")
+    parser.add_argument("--micro-batch", type=int, help="samples of each GPU in a chunk (default: --batch)")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--workers", type=int, default=14, help="data workers of each GPU")
     parser.add_argument("--steps", type=int, default=60)
@@ -141,7 +142,7 @@ def main() -> None:
     parser.add_argument("--config", default="ds_configs/zero1.json", help="MegaCLIP's ds_config.json")
     parser.add_argument("--precision", default="pure_bf16", help="open_clip's")
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--only", nargs="*", choices=RATES, default=list(RATES))
+    parser.add_argument("--only", nargs="*", choices=PROGRESS, default=list(PROGRESS))
     parser.add_argument("--megaclip-flags", nargs=argparse.REMAINDER, default=[], help="further flags of MegaCLIP")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -155,7 +156,7 @@ def main() -> None:
         print(HEAD, "| --- " * HEAD.count(" |") + "|", sep="\n")
         for name, command in commands(arguments, data, logs).items():
             if name in arguments.only:
-                print(measure(name, command), flush=True)
+                print(measure(name, command, arguments.batch * arguments.gpus), flush=True)
 
 
 if __name__ == "__main__":
