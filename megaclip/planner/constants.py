@@ -82,7 +82,8 @@ LOSS_SHARE = 0.8
 LINK_SHARE = 0.35
 """Share of the maker's rate of NVLink that NCCL's collectives reach with messages of 15 to 110 MB, with the time in
 which they wait for the slower rank. It is fitted to the sums of ViT-bigG-14 and ViT-5B-14, split over two H200s. An
-all-gather and a reduce-scatter of 302 MB add 1.6 ms to the loss of four H200s, a share of 0.4 (docs/performance.md)."""
+all-gather and a reduce-scatter of 302 MB add 1.6 ms to the loss of four H200s, a share of 0.4 (docs/performance.md).
+Sums over four GPUs are faster: those of ViT-5B-14 at T = 4 reach 0.7, as an all-reduce of 118 MB alone does."""
 
 ZERO_3_BLOCK_SECONDS = 3.85e-3
 """Seconds of host time that DeepSpeed 0.19 takes around one block in one pass at ZeRO-3: ViT-L/14 in chunks of 128 on
@@ -90,8 +91,11 @@ one H200, limited by the host, takes 4.5 s for 1,152 of them and the update."""
 ZERO_3_GATHER_SECONDS = 0.7e-3
 """Seconds of host time on top of ZERO_3_BLOCK_SECONDS if several ranks share the parameters. One rank gathers nothing.
 ViT-bigG-14 and ViT-5B-14 on two H200s: 2.6 s for 480 blocks and 3.2 s for 608, with the update. In these runs and in
-the one above, DeepSpeed gathered all parameters in every pass. Since then they stay gathered, and plans of ViT-B/16
-are 5 to 12 % below the measured steps."""
+the one above, DeepSpeed gathered all parameters in every pass. Since then they stay gathered."""
+ZERO_3_REDUCTION_SECONDS = 0.15e-3
+"""Seconds per parameter tensor that the GPU waits for DeepSpeed's reduction at the end of a backward pass at ZeRO-3, if
+several ranks share the gradients: ViT-B/16 in eight image chunks on four GPUs takes 0.30 (H200) and 0.32 s (H100) more
+if every backward pass reduces its 197 or 200 tensors."""
 GROUPED_UPDATE_SECONDS = 2.1e-3
 """Seconds of host time of the grouped update (`megaclip.zero.update`) at ZeRO-0 to 2."""
 GROUPED_UPDATE_BYTES = 56

@@ -41,6 +41,7 @@ from megaclip.planner.constants import (
     UPDATE_TENSOR_SECONDS,
     ZERO_3_BLOCK_SECONDS,
     ZERO_3_GATHER_SECONDS,
+    ZERO_3_REDUCTION_SECONDS,
 )
 from megaclip.planner.memory import plan_memory, store_bytes
 from megaclip.planner.phases import loss_sizes
@@ -74,7 +75,7 @@ class StepTime:
     host: float
     """Seconds of DeepSpeed's hooks at ZeRO-3, while the GPU works or waits."""
     host_wait: float
-    """Seconds of `host` in which the GPU waits, because the hooks take longer than a tower's kernels."""
+    """Seconds in which the GPU waits for hooks that take longer than a tower's kernels, and for ZeRO-3's reductions."""
     offload: float
     """Seconds of parameters, gradients and blocks' inputs between host and GPU."""
     swap: float
@@ -146,9 +147,9 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
         second = first * work.encoded_again / work.chunks
         last = batch * (work.trained > 0) * (seconds.backward + seconds.recomputed * bool(workload.checkpointing))
         forward, again, backward = forward + first, again + second, backward + last
-        hooks = _host_seconds(workload, work)
+        hooks, reductions = _host_seconds(workload, work)
         host += hooks
-        host_wait += max(0.0, hooks - first - second - last)
+        host_wait += max(0.0, hooks - first - second - last) + reductions
     readings = workload.image_readings if section.data_offload == "reread" else 1.0
     on_disk = cluster.gpus_per_host * (plan.image_place.name == "disk")
     sizes = loss_sizes(workload)
@@ -177,15 +178,16 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
     )
 
 
-def _host_seconds(workload: Workload, work: TowerWork) -> float:
-    """Return the seconds of DeepSpeed's hooks around one tower's blocks at ZeRO-3."""
+def _host_seconds(workload: Workload, work: TowerWork) -> tuple[float, float]:
+    """Return the seconds of DeepSpeed's hooks at ZeRO-3 around one tower's blocks, and those of its reductions."""
     if workload.zero.stage != 3:
-        return 0.0
+        return 0.0, 0.0
     backward = bool(work.trained) * (1 + bool(workload.checkpointing))
     seconds = ZERO_3_BLOCK_SECONDS + (ZERO_3_GATHER_SECONDS if workload.replicas > 1 else 0.0)
     forward, graph = work.passes
     blocks = (work.chunks + work.encoded_again) * forward.layers
-    return (blocks + work.chunks * backward * graph.layers) * seconds
+    reductions = (1 if workload.coalesces else work.chunks) * len(work.parameters.trainable) * (workload.replicas > 1)
+    return (blocks + work.chunks * backward * graph.layers) * seconds, reductions * ZERO_3_REDUCTION_SECONDS
 
 
 def _update_seconds(workload: Workload, cluster: Cluster) -> float:
