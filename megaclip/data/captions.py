@@ -30,6 +30,8 @@ _JSON_CHECKED = 64
 _ABSENT = ("missing caption", "empty caption")
 """Kinds of bad samples that mean, with several keys, that the sample does not have a key."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_ITEM = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|None)\s*,?\s*""")
+"""An item of a list as pandas writes it, and the separator. A list that pandas read from Parquet has no commas."""
 _SHOWS_NOTHING = " \u115f\u1160\u2800\u3164\uffa0"
 """Printable characters that show nothing: a space, Hangul fillers and the Braille pattern without dots."""
 _WEIGHTED = re.compile(r"(.+?):\s*([+-]?(?:[0-9.][0-9.eE+-]*|nan|inf(?:inity)?))\s*(?:,|$)", re.IGNORECASE)
@@ -181,7 +183,7 @@ def values_of(value: Any) -> Sequence[Any]:
     if isinstance(value, list | tuple):
         return value
     is_list = isinstance(value, str) and value.startswith("[") and value.endswith("]")
-    for parse in (json.loads, ast.literal_eval) if is_list else ():
+    for parse in (json.loads, lambda text: ast.literal_eval(_ITEM.sub(r"\1,", text))) if is_list else ():
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             texts = parse(value)
             if all(isinstance(text, str | None) for text in texts):

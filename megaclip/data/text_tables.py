@@ -31,7 +31,7 @@ IMAGE_COLUMNS = (
 )
 CAPTION_COLUMNS = ("caption", "text", "txt", "title", "captions", "sentence", "alt_text", "sentences", "comment")
 BLANK = "a blank line"
-_FORMAT = 5
+_FORMAT = 6
 _IMAGE_SUFFIXES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
 _BATCH = 10_000
 _RECORDS_CHECKED = 100
@@ -191,7 +191,7 @@ def _open_text(path: str) -> TextIO:
     is_utf_16 = head[:2] in (b"\xff\xfe", b"\xfe\xff")
     if not is_utf_16 and b"\0" in head:
         raise DataError(
-            f"cannot read {path}: it contains null bytes and is no text in UTF-8; convert it, for example with  "
+            f"cannot read {path}: it contains null bytes and is no text in UTF-8; decompress it, or convert it with  "
             f"iconv -f UTF-16LE -t UTF-8 {path} > NEW_FILE"
         )
     newline = "" if re.match(rb"[^\r\n]*\r(?!\n)", head) else "\n"
