@@ -123,7 +123,7 @@ def walk_shard(
                     account.leave_out(REPEATED, _shown(name), lost=extension in image_extensions)
                 else:
                     group[key][extension] = (offset, size)
-                    if group is rest and len(others) < _MAX_OTHERS:
+                    if group is rest and len(others) < _MAX_OTHERS and key.rpartition(b"/")[2]:  # not hidden
                         others.setdefault(extension, (offset, size))
         except _Damaged as error:
             damage = str(error)

@@ -53,7 +53,7 @@ def test_the_error_for_captions_in_json_names_the_fields(tmp_path, key, message)
 
 
 def test_shards_without_captions_or_images_name_the_members_that_they_have(tmp_path):
-    path = write_tar(tmp_path / "shard.tar", [("0.foo", b"raw"), ("0.words", b"a"), ("0.txt", b"b")])
+    path = write_tar(tmp_path / "shard.tar", [("._0.foo", b""), ("0.foo", b"raw"), ("0.words", b"a"), ("0.txt", b"b")])
     with pytest.raises(DataError, match=r"has an image .*they have \.foo, \.words members: set --image-key to one"):
         open_pairs([str(path)])
     with pytest.raises(DataError, match=r"has a caption .*they have \.txt, \.words members: set --caption-key to one"):
