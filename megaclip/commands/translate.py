@@ -124,7 +124,8 @@ def _with_length(given: dict[str, list[str]], ranks: int | None) -> dict[str, li
         number = {flag: int(" ".join(words)) for flag, words in values.items() if flag in _LENGTH}
     except ValueError as error:
         raise ConfigError(f"{error}; {', '.join(_LENGTH)} are integers in open_clip's command") from None
-    if not ranks or "--train-num-samples" not in number:
+    table = re.search(r"\b[ct]sv( |$)", " ".join(given.get("--train-data", []) + given.get("--dataset-type", [])))
+    if not ranks or table or "--train-num-samples" not in number:  # open_clip counts the rows of tables itself
         return given
     batches = math.ceil(number["--train-num-samples"] / max(1, number["--batch-size"] * ranks))
     workers = max(1, number["--workers"])  # each takes the same number of batches

@@ -114,7 +114,7 @@ def test_batch_optimizer_schedule_and_loss_are_those_of_open_clip(run, launcher,
 def test_flags_of_both_and_flags_with_other_names_are_kept(run, monkeypatch):
     flags = """--train-data 'a b.csv::c.csv' --dataset-type csv --csv-img-key file --csv-caption-key=text
         --val-data v.csv --imagenet-val /data/in --model ViT-B-32 --name 'my run' --lock-image
-        --lock-image-unlocked-groups 2 --seed 7 --delete-previous-checkpoint
+        --lock-image-unlocked-groups 2 --seed 7 --delete-previous-checkpoint --train-num-samples 999
         --aug-cfg 'scale=(0.4, 1.0)' --image-mean 0.5 0.4 0.3 --pretrained '' --workers 2
         --skip-scheduler --warmup 5 --report-to wandb,tensorboard --wandb-project-name clip"""
     monkeypatch.setattr("megaclip.config.checks._is_installed", lambda package: package == "wandb")
