@@ -33,7 +33,9 @@ DEEPSPEED_DEFAULTS: dict[str, dict[str, Any]] = {
     # Every parameter starts at a multiple of 16 bytes. Otherwise all parameters after a bias of 2,730 numbers
     # (EVA02-L-14) would start at other addresses, and a product with such a bias takes three times as long (H200: 2.09
     # instead of 0.70 ms).
-    "zero_optimization": {"parameter_alignment": True},
+    # Gradients are joined when they are reduced. With contiguous gradients DeepSpeed copies each of them into a bucket
+    # of 1 GB before (`docs/measurements.md`).
+    "zero_optimization": {"parameter_alignment": True, "contiguous_gradients": False},
 }
 """Settings that DeepSpeed receives with a default other than its own: "bf16" if bf16 is enabled, "timers" without
 `steps_per_print`, "zero_optimization" at ZeRO-1 and 2."""
@@ -132,8 +134,11 @@ class TrainingConfig:
 
     @property
     def zero(self) -> DeepSpeedZeroConfig:
-        """Section zero_optimization, with DeepSpeed's defaults."""
-        return self.settings.zero_optimization
+        """Section zero_optimization, with DeepSpeed's defaults and `DEEPSPEED_DEFAULTS`."""
+        section = self.settings.zero_optimization
+        if section.stage in (1, 2) and "contiguous_gradients" not in section.model_fields_set:
+            return section.model_copy(update=DEEPSPEED_DEFAULTS["zero_optimization"])
+        return section
 
     @property
     def zero_stage(self) -> int:

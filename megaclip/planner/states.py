@@ -5,9 +5,9 @@ parameters on one rank, W the number of replicas, which without tensor paralleli
 training too, stages 1 to 3 have a float32 master: DeepSpeed clones the partition. At stage 0 the parameters themselves
 are updated.
 
-* Stages 1 and 2 keep the whole working copy, and N/W of the master and of its states. At its first gradient a backward
-  pass allocates the bucket in which gradients are reduced (`reduce_bucket_size` elements, two with overlap_comm), for
-  any number of ranks: 1 GB at DeepSpeed's default.
+* Stages 1 and 2 keep the whole working copy, and N/W of the master and of its states. With contiguous_gradients, which
+  offload_optimizer needs, a backward pass allocates at its first gradient the bucket in which gradients are reduced
+  (`reduce_bucket_size` elements, two with overlap_comm): 1 GB at DeepSpeed's default.
 * Stage 1 keeps every gradient until the update, which first frees those that other ranks need; stage 2 keeps N/W of
   them, in the dtype they accumulate in. The update joins its gradients, converts them to float32 (without a copy if
   they already are one float32 tensor), and frees the originals. torch's Adam needs another N/W float32 numbers.

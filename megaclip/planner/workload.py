@@ -215,9 +215,10 @@ class Workload:
         return replace(self, zero=self.zero.model_copy(update=settings))
 
     def at_stage(self, stage: int) -> "Workload":
-        """Return a copy at another ZeRO stage. overlap_comm has DeepSpeed's default, which is true at stage 3 only.
+        """Return a copy at another ZeRO stage. overlap_comm and contiguous_gradients have their defaults, which are
+        true at stage 3 only.
 
-        If it was set at a lower stage, it stays where a run accepts it.
+        If they were set at a lower stage, they stay where a run accepts them.
         """
         zero = self.zero
         if stage == zero.stage:
@@ -226,6 +227,7 @@ class Workload:
         return self.with_zero(
             stage=stage,
             overlap_comm=stage == 3 or (was_set and (stage == 2 or self.coalesces)),
+            contiguous_gradients=stage == 3 or (zero.stage < 3 and zero.contiguous_gradients),
             offload_param=zero.offload_param if stage == 3 else None,
         )
 

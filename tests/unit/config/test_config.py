@@ -44,7 +44,7 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
 
 
 CHECK = {"check_grad_overflow": False}
-ALIGNED = {"parameter_alignment": True}
+ZERO = {"parameter_alignment": True, "contiguous_gradients": False}
 NO_TIMER = {"throughput": {"enabled": False}}
 
 
@@ -55,11 +55,14 @@ NO_TIMER = {"throughput": {"enabled": False}}
         ({"bf16": {"enabled": False}}, {"bf16": {"enabled": False}, "timers": NO_TIMER}),
         ({"bf16": {"enabled": True}}, {"bf16": {"enabled": True, **CHECK}, "timers": NO_TIMER}),
         ({"steps_per_print": 10}, {"steps_per_print": 10}),
-        ({"zero_optimization": {"stage": 2}}, {"zero_optimization": {"stage": 2, **ALIGNED}, "timers": NO_TIMER}),
+        ({"zero_optimization": {"stage": 2}}, {"zero_optimization": {"stage": 2, **ZERO}, "timers": NO_TIMER}),
         ({"zero_optimization": {"stage": 3}}, {"zero_optimization": {"stage": 3}, "timers": NO_TIMER}),
         (
-            {"zero_optimization": {"stage": 1, "parameter_alignment": False}},
-            {"zero_optimization": {"stage": 1, "parameter_alignment": False}, "timers": NO_TIMER},
+            {"zero_optimization": {"stage": 1, "parameter_alignment": False, "contiguous_gradients": True}},
+            {
+                "zero_optimization": {"stage": 1, "parameter_alignment": False, "contiguous_gradients": True},
+                "timers": NO_TIMER,
+            },
         ),
         ({"timers": {"throughput": {"enabled": True}}}, {"timers": {"throughput": {"enabled": True}}}),
         (
@@ -71,7 +74,7 @@ NO_TIMER = {"throughput": {"enabled": False}}
 def test_deepspeed_receives_the_file_with_defaults_for_what_it_leaves_out(tmp_path, changes, expected):
     changes = {"zero_optimization": {"stage": 1}, **changes}
     config = load_training_config(write(tmp_path, **changes))
-    expected = {"zero_optimization": {"stage": 1, **ALIGNED}, **expected}
+    expected = {"zero_optimization": {"stage": 1, **ZERO}, **expected}
     assert config.for_deepspeed == {**VALID, **changes, **expected}
     assert config.deepspeed == {**VALID, **changes}, "settings.json must equal the file"
 
