@@ -11,7 +11,7 @@ below are replaced by methods that handle all tensors at once:
 * ZeRO-1 and 2, `_update_model_bit16_weights`: skipped if every weight is already in its flat buffer, as after every
   step.
 * ZeRO-1 and 2, `reduce_independent_p_g_buckets_and_remove_grads`: skipped on one data-parallel rank, where DeepSpeed
-  would copy each gradient into a bucket and back.
+  would join all gradients and copy them back.
 * ZeRO-3, `_get_norm_groups`: one grouped norm and one all-reduce for all sub-groups.
 
 The results are DeepSpeed's: the norm accumulates in float64, and a norm that is not finite is reported as infinite.
