@@ -320,6 +320,8 @@ def _load(what: str, load: Callable[..., Any], *arguments: Any, **options: Any) 
             raise DataError(_no_rows(what)) from error
         cause = error.__cause__ or error  # "An error occurred while generating the dataset" has the reason as its cause
         reason = shortened(" ".join(str(cause).split()))
+        if "column names don't match" in str(cause):
+            reason = "the files have different columns; name those with equal columns as a data set each"
         raise DataError(f"cannot read {what}: {type(cause).__name__}: {reason}") from error
 
 

@@ -449,6 +449,15 @@ def test_rows_without_image_or_caption_are_bad_samples(tmp_path):
         open_pairs([str(tmp_path / "list.parquet")]).read(0)
 
 
+def test_parquet_files_with_different_columns_are_one_error(tmp_path):
+    for name in ("caption", "text"):
+        parquet.write_table(pyarrow.table({"image": [picture(0)], name: ["a"]}), tmp_path / f"{name}.parquet")
+    with pytest.raises(
+        DataError, match=r"caption\.parquet and 1 more files: CastError: the files have different columns;"
+    ):
+        open_pairs([str(tmp_path / "*.parquet")], dataset_type="parquet")
+
+
 def test_keys_select_columns_and_members(tmp_path):
     members = [("0.png", picture(0)), ("0.jpg", picture(1)), ("0.txt", b"no"), ("0.alt", b"yes")]
     path = write_tar(tmp_path / "shard.tar", members)
