@@ -33,9 +33,7 @@ DEEPSPEED_DEFAULTS: dict[str, dict[str, Any]] = {
     # Every parameter starts at a multiple of 16 bytes. Otherwise all parameters after a bias of 2,730 numbers
     # (EVA02-L-14) would start at other addresses, and a product with such a bias takes three times as long (H200: 2.09
     # instead of 0.70 ms).
-    # Gradients are joined when they are reduced. With contiguous gradients DeepSpeed copies each of them into a bucket
-    # of 1 GB before (`docs/measurements.md`).
-    "zero_optimization": {"parameter_alignment": True, "contiguous_gradients": False},
+    "zero_optimization": {"parameter_alignment": True},
 }
 """Settings that DeepSpeed receives with a default other than its own: "bf16" if bf16 is enabled, "timers" without
 `steps_per_print`, "zero_optimization" at ZeRO-1 and 2."""
@@ -118,7 +116,8 @@ class TrainingConfig:
         if self.bf16:
             config["bf16"] = DEEPSPEED_DEFAULTS["bf16"] | config["bf16"]
         if self.zero_stage in (1, 2):
-            config["zero_optimization"] = DEEPSPEED_DEFAULTS["zero_optimization"] | config["zero_optimization"]
+            ours = DEEPSPEED_DEFAULTS["zero_optimization"] | {"contiguous_gradients": self.zero.contiguous_gradients}
+            config["zero_optimization"] = ours | config["zero_optimization"]
         if self.settings.steps_per_print is None:
             timers = config.get("timers", {})
             throughput = DEEPSPEED_DEFAULTS["timers"]["throughput"] | timers.get("throughput", {})
@@ -134,10 +133,14 @@ class TrainingConfig:
 
     @property
     def zero(self) -> DeepSpeedZeroConfig:
-        """Section zero_optimization, with DeepSpeed's defaults and `DEEPSPEED_DEFAULTS`."""
+        """Section zero_optimization, with DeepSpeed's defaults, except contiguous_gradients at ZeRO-1 and 2.
+
+        With it DeepSpeed copies each gradient into a bucket of 1 GB, before it joins what it reduces
+        (docs/measurements.md). Without it and with overlap_comm DeepSpeed would wait for the GPU at every bucket.
+        """
         section = self.settings.zero_optimization
         if section.stage in (1, 2) and "contiguous_gradients" not in section.model_fields_set:
-            return section.model_copy(update=DEEPSPEED_DEFAULTS["zero_optimization"])
+            return section.model_copy(update={"contiguous_gradients": bool(section.overlap_comm)})
         return section
 
     @property

@@ -56,6 +56,13 @@ NO_TIMER = {"throughput": {"enabled": False}}
         ({"bf16": {"enabled": True}}, {"bf16": {"enabled": True, **CHECK}, "timers": NO_TIMER}),
         ({"steps_per_print": 10}, {"steps_per_print": 10}),
         ({"zero_optimization": {"stage": 2}}, {"zero_optimization": {"stage": 2, **ZERO}, "timers": NO_TIMER}),
+        (
+            {"zero_optimization": {"stage": 2, "overlap_comm": True}},
+            {
+                "zero_optimization": {"stage": 2, "overlap_comm": True, **ZERO, "contiguous_gradients": True},
+                "timers": NO_TIMER,
+            },
+        ),
         ({"zero_optimization": {"stage": 3}}, {"zero_optimization": {"stage": 3}, "timers": NO_TIMER}),
         (
             {"zero_optimization": {"stage": 1, "parameter_alignment": False, "contiguous_gradients": True}},
