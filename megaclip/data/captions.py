@@ -202,8 +202,9 @@ def json_record(text: str | bytes) -> dict[str, Any] | None:
 
 def text_fields(record: dict[str, Any]) -> str:
     """Return the names of the fields of `record` that hold text, for a message."""
-    names = [name for name, value in record.items() if isinstance(value, str | list)]
-    return f"the fields {shortened(', '.join(names))}" if names else "no fields with text"
+    names, nested = ([name for name, value in record.items() if isinstance(value, kind)] for kind in (str | list, dict))
+    inside = f" (fields inside {shortened(', '.join(nested))} are not read; write them outside)" if nested else ""
+    return (f"the fields {shortened(', '.join(names))}" if names else "no fields with text") + inside
 
 
 def spread(items: Sequence[Any]) -> list[Any]:

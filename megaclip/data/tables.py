@@ -225,6 +225,8 @@ class Table:
         where = f" in {folder} or in the working directory; --image-root names another folder" if folder else ""
         if self._image_root:
             where = "; --image-root is its folder"
+        if "\\" in value and os.path.isfile(self._path(value.replace("\\", "/"), folder)):
+            where = ", but would be one with / instead of \\"
         return read_file(self._path(value, folder), "image", key, where)
 
     def _path(self, name: str, folder: str | None) -> str:

@@ -213,7 +213,8 @@ class TarShards:
             )
         if damaged:
             listed = ", ".join(f"{shard['name']} ({shard['damage']})" for shard in damaged[:3])
-            _logger.warning("%d tar shards are damaged; their complete samples are used: %s", len(damaged), listed)
+            text = "%d of %d tar shards are damaged; their complete samples are used: %s"
+            _logger.warning(text, len(damaged), len(self.shards), listed)
 
     def _check_members(self) -> None:
         """Raise DataError, with the extensions that the shards have, if no sample has an image or none a caption."""

@@ -238,7 +238,7 @@ def _members(read: _Read, end: int) -> Iterator[tuple[bytes, int, int]]:
                 yield name, place if kind in _REGULAR_FILE else MISSING, size
             extended = {}
         place += -(-size // BLOCK) * BLOCK
-    raise _Damaged(f"no end of the archive at byte {end}: samples after it may be missing")
+    raise _Damaged(f"no end of the archive at byte {end}: samples after it may be missing" if end else "an empty file")
 
 
 def _read(read: _Read, place: int, size: int) -> bytes:

@@ -253,8 +253,8 @@ def _csv_rows(path: str, separator: str, names: list[str], account: Account) -> 
             numbered = int(len(cells) == len(names) + 1 and cells[0].isdigit())
         if len(cells) > len(names) + numbered:
             raise DataError(
-                f"cannot read {path}: line {line} has more cells than the first line has names "
-                f"({len(cells)} and {len(names)}, separated by {separator!r}); {_QUOTES}"
+                f"cannot read {path}: line {line} has more cells than the first line has names ({len(cells)} and "
+                f"{len(names)}, separated by {separator!r}: {shortened(separator.join(cells))}); {_QUOTES}"
             )
         yield dict(zip(names, cells[numbered:], strict=False))
 

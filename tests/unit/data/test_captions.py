@@ -50,6 +50,11 @@ def test_the_error_for_captions_in_json_names_the_fields(tmp_path, key, message)
         with pytest.raises(DataError) as caught:
             open_pairs([spec], caption_key=key)
         assert message in str(caught.value) and "\n" not in str(caught.value)
+    (spec, *_) = write_json_pairs(tmp_path / "nested", [{"url": "x", "captions": {"long": "a dog"}}])
+    with pytest.raises(
+        DataError, match=r"has the fields url \(fields inside captions are not read; write them outside\)"
+    ):
+        open_pairs([spec], caption_key="json.captions.long")
 
 
 def test_shards_without_captions_or_images_name_the_members_that_they_have(tmp_path):

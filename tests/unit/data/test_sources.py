@@ -222,6 +222,9 @@ def test_the_folder_of_the_images_of_a_table(tmp_path):
     (tmp_path / "pictures" / "0.png").unlink()
     with pytest.raises(BadSample, match=r"missing image: .*0\.png' is not a file; --image-root"):
         dataset.read(0)
+    fill(tmp_path, {"windows.csv": "filename,caption\nfolder\\0.png,a\n"})
+    with pytest.raises(BadSample, match="is not a file, but would be one with / instead of"):
+        open_pairs([str(tmp_path / "windows.csv")]).read(0)
     (tmp_path / "0.png").unlink()
     with pytest.raises(BadSample, match=r"pairs.csv row 1: '0.png' is.*; --image-root names another folder"):
         open_pairs([str(tmp_path / "pairs.csv")]).read(0)
@@ -417,7 +420,7 @@ def test_tables_without_rows_among_others_add_none(tmp_path, kind):
         ({"x.tsv": 'image\ttext\n0.png\t"red\n1.png\ta\n2.png\tx\tend"\n'}, "the row in line 2 has a quotation mark"),
         # the row with the open quotation mark is named, not a correct row in which reading fails
         ({"x.csv": 'filepath,title\n0.png,"no end\n1.png,"a, b"\n'}, "the row in line 2 has a quotation mark"),
-        ({"x.csv": "filepath,title\n0.png,red, blue\n1.png,a, b\n"}, "line 2 has more cells than the first .*quot"),
+        ({"x.csv": "filepath,title\n0.png,red, blue\n1.png,a, b\n"}, r"line 2 has more .*0\.png,red,.*quot"),
         ({"x.jsonl": '{"image": "0.png", "text": "a"}\n{"image": "1'}, "x.jsonl: line 2: .*; write one JSON obj"),
         ({"x.json": '{"annotations":\n []}'}, "x.json: line 1: .*; write one JSON object per line"),
         ({"x.jsonl": "{}\n{}\n"}, "x.jsonl' has only rows without fields"),
