@@ -10,6 +10,7 @@ would change the caption.
 from __future__ import annotations
 
 import ast
+import codecs
 import contextlib
 import dataclasses
 import html
@@ -145,8 +146,9 @@ def decoded(content: bytes, key: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         byte = content[error.start]
+        source = " from UTF-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else ""
         raise BadSample(
-            "caption is not UTF-8", f"{key}: byte 0x{byte:02x} at position {error.start}; convert it to UTF-8"
+            "caption is not UTF-8", f"{key}: byte 0x{byte:02x} at position {error.start}; convert it{source} to UTF-8"
         ) from error
 
 

@@ -284,7 +284,8 @@ def open_image(content: bytes) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
     except UnidentifiedImageError as error:  # Pillow's message contains only the address of a buffer
-        raise BadSample("undecodable image", f"not a file of {', '.join(FORMATS[:-1])} or {FORMATS[-1]}") from error
+        begins = f"it begins with {content[:15]!r}, and is not a file of"
+        raise BadSample("undecodable image", f"{begins} {', '.join(FORMATS[:-1])} or {FORMATS[-1]}") from error
     except Image.DecompressionBombError as error:  # Pillow's own limit, 179 megapixels
         raise BadSample("image too large", f"{error}; expected at most {MAX_PIXELS:,}") from error
     _check_pixels(image.width, image.height)

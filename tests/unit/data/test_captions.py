@@ -114,6 +114,9 @@ def test_captions_that_are_not_utf_8_are_bad_samples(tmp_path):
                 BadSample, match=r"caption is not UTF-8: .*byte 0xfc at position 2; convert it to UTF-8"
             ):
                 read(0)
+    (tmp_path / "folder" / "0.txt").write_text("red", encoding="utf-16")
+    with pytest.raises(BadSample, match="byte 0xff at position 0; convert it from UTF-16 to UTF-8"):
+        dataset.caption(0)
 
 
 @pytest.mark.parametrize("name", ["0.tar.gz", "0.tgz", "0.TAR.zst"])
