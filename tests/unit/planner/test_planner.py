@@ -47,6 +47,7 @@ def test_states_follow_the_arithmetic_of_zero(tmp_path: Path) -> None:
         assert sum(model.values()) == pytest.approx(per_parameter * parameters + bucket, rel=1e-4), (stage, model)
     zero = {"stage": 2, "reduce_bucket_size": 1_000_000}
     assert states_of(workload(tmp_path, zero_optimization=zero)).bucket == 0
+    assert states_of(workload(tmp_path, zero_optimization={"stage": 3}).at_stage(2)).bucket == 0
     zero["contiguous_gradients"] = True  # with overlap_comm one bucket fills while another is reduced
     one, two = (workload(tmp_path, zero_optimization=zero | {"overlap_comm": on}) for on in (False, True))
     assert (states_of(one).bucket, states_of(two).bucket) == (2e6, 4e6)
