@@ -27,7 +27,7 @@ def pairs(tmp_path_factory):
     )
     for number in range(96):
         width, height = 60 + 7 * number, 700 - 6 * number
-        content = odd[number // 4 % len(odd)][0](number) if number % 4 == 0 else jpeg(number, width, height)
+        content = odd[number // 4 % len(odd)](number) if number % 4 == 0 else jpeg(number, width, height)
         members += [(f"{number:03d}.jpg", content), (f"{number:03d}.txt", f"caption {number}".encode())]
     write_tar(folder / "0.tar", members)
     return open_pairs([str(folder)])
