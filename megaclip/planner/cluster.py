@@ -17,6 +17,7 @@ from megaclip.planner.constants import (
     LOSS_SHARE,
     MEMORY_SHARE,
     OUTSIDE_ALLOCATOR,
+    SUMS_OVER_FOUR,
 )
 
 _UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
@@ -122,7 +123,9 @@ class Cluster:
 
     def tensor_link(self, ranks: int) -> float:
         """Return the bytes per second that a rank sends to its tensor-parallel group of `ranks` consecutive ranks."""
-        return self.rates.link if self.gpus_per_host % ranks == 0 else self.slowest_link
+        if self.gpus_per_host % ranks:
+            return self.slowest_link
+        return self.rates.link * (SUMS_OVER_FOUR if ranks >= 4 else 1)
 
     @property
     def usable_gpu_memory(self) -> float:
