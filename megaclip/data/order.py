@@ -33,10 +33,7 @@ DEFAULT_WINDOW = 65_536
 MIXTURE_BLOCK = 1000
 """Number of batches in which a mixture meets its weights exactly, rounded to thousandths."""
 ORDER_VERSION = 2
-"""Version of the order, which checkpoints record. Change it with every change of the order of a seed.
-
-Version 1 repeated samples in batches that lie in two epochs, and mixed the epochs of a part of a mixture.
-"""
+"""Version of the order, which checkpoints record. Change it with every change of the order of a seed."""
 
 ROWS_PER_SHARD = 1024
 """Number of rows that are permuted together in a source without shards."""

@@ -308,7 +308,7 @@ def check_manifest(saved: dict[str, Any], current: dict[str, Any]) -> None:
     if saved == current:
         return
     for (what, was), (_, now) in zip(_facts(saved), _facts(current), strict=False):
-        if was not in (now, None):  # earlier versions recorded no checksum
+        if was != now:
             raise DataError(
                 f"the checkpoint was trained on data with {was} as {what}, now it is {now}; resume with the data of "
                 "the checkpoint, or start a new run"
@@ -327,14 +327,14 @@ def _facts(manifest: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of what a manifest records. Equal values so far mean equal names."""
     sources = manifest["sources"]
     yield "number of datasets", len(sources)
-    yield "mixture weights", manifest.get("weights") or "none"
-    yield "several keys of --caption-key", manifest.get("caption_keys") or "none"
+    yield "mixture weights", manifest["weights"] or "none"
+    yield "several keys of --caption-key", manifest["caption_keys"] or "none"
     for number, source in enumerate(sources):
         yield f"type of dataset {number}", source["type"]
         yield f"number of files of dataset {number}", len(source["files"])
         for name, size, samples in source["files"]:
             yield f"a file of dataset {number}", f"{name}, {size} bytes, {samples} samples"
-        yield f"checksum of the order and the captions of dataset {number}", source.get("checksum")
+        yield f"checksum of the order and the captions of dataset {number}", source["checksum"]
     yield "number of samples", manifest["samples"]
 
 

@@ -215,9 +215,7 @@ class BestCheckpoint:
             logger.info("%s no longer applies to this run and was deleted", self._file)
 
     def _applies(self, record: _Record, step: int) -> bool:
-        # A flag that an earlier version did not record was not set.
-        is_same = all((record.data.get(name) or None) == (self._data[name] or None) for name in _DATA)
-        same_data = is_same or not any(self._data[name] for name in _SOURCES)
+        same_data = record.data == self._data or not any(self._data[name] for name in _SOURCES)
         return self._is_saved(record.checkpoint) and step_of(record.checkpoint) <= step and same_data
 
     def _is_saved(self, tag: str) -> bool:

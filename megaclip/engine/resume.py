@@ -227,15 +227,7 @@ def _same_partitioning(state: dict[str, Any], identity: dict[str, Any]) -> bool:
 
 def _check_same_run(state: dict[str, Any], identity: dict[str, Any]) -> None:
     """Raise unless the checkpoint with this `state` was written by the run with this `identity`."""
-    if "order_version" not in state and group_rank() == 0:
-        logger.warning(
-            "an earlier version of MegaCLIP wrote the checkpoint, with another order of the samples: in the current "
-            "epoch of each dataset some samples may occur twice and others not at all"
-        )
-    state.setdefault("order_version", ORDER_VERSION)
-    state.setdefault(LORA, None)
-    state.setdefault("objective", [])
-    if missing := sorted(identity.keys() - state.keys() - {"image_decoder", BASE}):
+    if missing := sorted(identity.keys() - state.keys()):
         raise CheckpointError(
             f"the checkpoint does not record {', '.join(missing)}, because an earlier version of MegaCLIP wrote it; "
             "export it with `megaclip export` and start from the export with --pretrained"
@@ -244,7 +236,7 @@ def _check_same_run(state: dict[str, Any], identity: dict[str, Any]) -> None:
         if type(state.get(name)) is not int or state[name] < 0:
             raise CheckpointError(f"the checkpoint's {name} is {state.get(name)!r}; choose another checkpoint")
     check_manifest(state["data"], identity["data"])
-    if (was := state.get("image_decoder", "Pillow")) != (now := identity.get("image_decoder")) and group_rank() == 0:
+    if (was := state["image_decoder"]) != (now := identity["image_decoder"]) and group_rank() == 0:
         logger.warning(
             "the images before the checkpoint were decoded and resized by %s, and now by %s: their pixels differ "
             "slightly, so the losses are not equal to the bit to those of a run without a stop",

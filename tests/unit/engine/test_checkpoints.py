@@ -76,15 +76,6 @@ def test_a_resumed_run_continues_with_the_record_if_it_applies(tmp_path, start, 
     assert (tmp_path / FILE).exists() == applies
 
 
-def test_the_record_of_an_earlier_version_applies(tmp_path):
-    """It lacks the flags that this version did not have."""
-    save_and_evaluate(tmp_path, best_of(tmp_path), {1: 0.2})
-    record = json.loads((tmp_path / FILE).read_text())
-    record["data"] = {"val_data": ["val"], "group_captions": False, "zeroshot_data": None}
-    (tmp_path / FILE).write_text(json.dumps(record))
-    assert best_of(tmp_path, step=1).tag == TAGS[1]
-
-
 @pytest.mark.parametrize("content", ["", "[]", '{"checkpoint": "../step_00000001"}'])
 def test_a_damaged_record_is_deleted(tmp_path, content):
     (tmp_path / FILE).write_text(content)
