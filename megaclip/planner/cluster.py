@@ -17,7 +17,7 @@ from megaclip.planner.constants import (
     LOSS_SHARE,
     MEMORY_SHARE,
     OUTSIDE_ALLOCATOR,
-    SUMS_OVER_FOUR,
+    WIDE_SUMS_GAIN,
 )
 
 _UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
@@ -122,10 +122,13 @@ class Cluster:
         return self.rates.link if self.hosts == 1 else min(self.rates.link, self.rates.network)
 
     def tensor_link(self, ranks: int) -> float:
-        """Return the bytes per second that a rank sends to its tensor-parallel group of `ranks` consecutive ranks."""
+        """Return the bytes per second that a rank sends to its tensor-parallel group of `ranks` consecutive ranks.
+
+        A rate of NVLink that is given or measured is taken for groups of any size.
+        """
         if self.gpus_per_host % ranks:
             return self.slowest_link
-        return self.rates.link * (SUMS_OVER_FOUR if ranks >= 4 else 1)
+        return self.rates.link * (WIDE_SUMS_GAIN if ranks >= 4 and self.rates.link in _NVLINKS else 1)
 
     @property
     def usable_gpu_memory(self) -> float:
@@ -184,6 +187,7 @@ GPUS: dict[str, tuple[float, Rates]] = {
     "rtx-5090": (31.3 * GIB, _preset(157e12, 1.79e12, 64e9, 48e9)),
     "cpu": (0.0, _preset(5e10, 2e10, 3e9, 1e10)),
 }
+_NVLINKS = {rates.link for _, rates in GPUS.values() if rates.link > 100e9 * LINK_SHARE}
 
 
 def gpu_preset(gpu: str) -> tuple[float, Rates]:

@@ -83,9 +83,9 @@ LINK_SHARE = 0.35
 """Share of the maker's rate of NVLink that NCCL's collectives reach with messages of 15 to 110 MB, with the time in
 which they wait for the slower rank. It is fitted to the sums of ViT-bigG-14 and ViT-5B-14, split over two H200s. An
 all-gather and a reduce-scatter of 302 MB add 1.6 ms to the loss of four H200s, a share of 0.4 (docs/performance.md)."""
-SUMS_OVER_FOUR = 2.0
-"""Rate of sums inside a tensor-parallel replica of four or more GPUs of a host, relative to a replica of two: those of
-ViT-5B-14 on four H200s reach a share of 0.7, as an all-reduce of 118 MB alone does."""
+WIDE_SUMS_GAIN = 2.0
+"""Rate of sums over four or more GPUs with NVLink, relative to LINK_SHARE: those of ViT-5B-14 at T = 4 on four H200s
+reach 0.7 of the maker's rate, as an all-reduce of 118 MB alone does."""
 
 ZERO_3_BLOCK_SECONDS = 3.85e-3
 """Seconds of host time that DeepSpeed 0.19 takes around one block in one pass at ZeRO-3: ViT-L/14 in chunks of 128 on
