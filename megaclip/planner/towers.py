@@ -60,7 +60,7 @@ class TowerWork:
         workload, model = self.workload, self.workload.model
         section = workload.megaclip
         compiled = section.compile is True and not isinstance(model, OpenClipConfig)
-        if compiled:  # the compiler computes QuickGELU's sigmoid again instead of keeping it
+        if compiled and model.quick_gelu:  # the compiler computes QuickGELU's sigmoid again instead of keeping it
             model = model.replace(quick_gelu=False)
         unlocked = workload.text_unlocked if self.is_text else workload.image_unlocked
         return tower_costs(

@@ -116,7 +116,7 @@ def test_compiled_towers_save_no_more_than_planned(
     """The compiler divides a graph into forward and backward pass, and so decides which tensors are saved."""
     torch.compiler.reset()
     monkeypatch.setattr(compilation, "BACKEND", "aot_eager_decomp_partition")
-    config = model_config(**CASES[case])
+    config = model_config(layers=3, **CASES[case]).replace(text_cfg={"layers": 3})
     model = locked_model(config, unlocked).bfloat16()
     images, tokens = inputs(dtype=torch.bfloat16)
     compiled = config.replace(quick_gelu=False)  # as `TowerWork` describes compiled towers
@@ -141,7 +141,7 @@ def test_compiled_gated_blocks_keep_what_is_planned(monkeypatch: pytest.MonkeyPa
     """Compiled code keeps neither SwiGLU's activation nor its product."""
     torch.compiler.reset()
     monkeypatch.setattr(compilation, "BACKEND", "aot_eager_decomp_partition")
-    config = load_model_config("EVA02-B-16")
+    config = load_model_config("EVA02-B-16").replace(vision_cfg={"timm_model_kwargs": {"depth": 3}})
     model = build_model(config).bfloat16().train()
     kind = compilation.compiled_class(type(model.blocks_to_compile(model.visual)[0]), recomputes=True)
     for block in model.blocks_to_compile(model.visual):
