@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from megaclip.errors import first_line
-from megaclip.open_clip_package import import_open_clip
+from megaclip.open_clip_package import import_torchvision
 
 
 class TimmArguments(BaseModel):
@@ -174,7 +174,7 @@ def _eva_blocks(arguments: dict[str, Any]) -> dict[str, Any] | str:
 
 def _constructor_call(name: str, **options: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Return the class that timm builds for a model, the arguments of its constructor, and their defaults."""
-    import_open_clip()
+    import_torchvision()
     import timm
     from timm.models.eva import Eva
     from timm.models.vision_transformer import VisionTransformer
