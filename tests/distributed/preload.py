@@ -4,6 +4,7 @@ Without this module, each rank of each launch would spend about 4 s of CPU time 
 thread, because a fork copies only the calling thread. A fork calls `log_as_rank` when it has set its rank.
 """
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -18,9 +19,15 @@ import torch.utils.tensorboard
 
 import megaclip.engine.run
 from megaclip.logging import get_logger
+from megaclip.open_clip_package import import_open_clip
 
 # deepspeed.initialize imports this module. It calls torch.compile and so imports all of torch._inductor.
 importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+
+# megatron-core is left out: its import adds classes to those that torch.load accepts with weights_only.
+import_open_clip()
+with contextlib.suppress(ImportError):
+    importlib.import_module("peft")
 
 # DeepSpeed's CPU optimizers query the CPU's name whenever one is built. Each query starts a process of about 1 s.
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)

@@ -47,7 +47,9 @@ QUICK |= {
     "mobileclip zero2 adapters": Case(2, family="mobileclip", section=ADAPTERS),
     "eva zero1 cut": Case(1, family="eva", captions="cut", resumes=False),
     "coca zero0": Case(0, family=COCA, captions="padded"),
-    "coca zero1 kept compiled": Case(1, family=COCA, captions="padded", keep=2, compiled=True, coalesce=True),
+    "coca zero1 kept compiled": Case(
+        1, family=COCA, captions="padded", keep=2, compiled=True, coalesce=True, resumes=False
+    ),
     "coca zero2 offloaded": Case(2, family=COCA, captions="padded", offload="optimizer", resumes=False),
     "coca zero3 kept": Case(3, family=COCA, captions="padded", keep=2),
 }
