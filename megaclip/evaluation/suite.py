@@ -110,7 +110,7 @@ def open_task(task: Task) -> TaskData:
 
 
 def _open_retrieval(folder: Path, spec: str, kind: str) -> PairDataset:
-    """Open pairs. Raises DataError. If class names are missing, it says that the samples are pairs without them."""
+    """Open a folder of pairs. Raises DataError; if nothing sets the kind, the message names the missing class names."""
     try:
         return open_pairs([spec])
     except DataError as error:

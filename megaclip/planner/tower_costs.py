@@ -273,7 +273,7 @@ def _check_features(model: DualEncoder, tower: nn.Module, name: str, samples: in
 
 def _image_tokens(model: DualEncoder, samples: int) -> torch.Tensor:
     """Return tokens of images, which a caption decoder reads and sends a gradient to."""
-    with torch.no_grad(), _Trace():
+    with torch.no_grad(), _Trace():  # for its known sizes
         _, tokens = model.visual(_inputs(model, "image", 1, model.logit_scale.dtype))
     return torch.empty(samples, *tokens.shape[1:], dtype=tokens.dtype, device="meta", requires_grad=True)
 
