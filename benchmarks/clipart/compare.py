@@ -526,12 +526,12 @@ def print_agreement(peer: list[dict[str, Any]], own: list[dict[str, Any]]) -> No
 def best_rates(found: dict[str, list[dict[str, Any]]]) -> dict[tuple[str, str, str, bool], str]:
     """Return the label with the best learning rate for each trainer, loss, batch and size of the model.
 
-    The best learning rate has the best mean on the validation sets.
+    The best learning rate has the best score on the validation sets with the first seed.
     """
     rates: dict[tuple[str, str, str, bool], dict[float, str]] = defaultdict(dict)
     for label, results in found.items():
         trainer, loss, batch, _, *small = label.split("/")
-        rates[trainer, loss, batch, bool(small)][statistics.fmean(map(selection_score, results))] = label
+        rates[trainer, loss, batch, bool(small)][selection_score(results[0])] = label
     return {group: own[max(own)] for group, own in sorted(rates.items(), key=lambda item: int(item[0][2]))}
 
 
