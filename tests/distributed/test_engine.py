@@ -50,7 +50,7 @@ def is_possible(row: dict[str, Any]) -> bool:
 ROWS = covering_rows(
     is_possible,
     stage=(3, 2, 1, 0),
-    chunks=((3, 3), (3, 2), (1, 6), (2, 3), (3, 1), (1, 1)),  # of images, and of captions
+    chunks=((3, 2), (1, 6), (3, 1), (1, 1)),  # of images, and of captions
     locked=("", "below", "image", "text", "most", "both"),
     captions=("", "cut", "padded"),
     keep=(0, 4, ALL, 1),
@@ -76,35 +76,31 @@ def case_of(chunks: tuple[int, int], **settings: Any) -> Case:
 
 CASES = {f"row {number} zero{row['stage']}": case_of(**row) for number, row in enumerate(ROWS)}
 CASES["zero0 plain"] = Case(0, 3)
-CASES |= {f"zero{stage} Lion": Case(stage, 3, optimizer="Lion") for stage in (0, 1, 2, 3)}
+CASES |= {f"zero{stage} Lion": Case(stage, 3, optimizer="Lion") for stage in (0, 3)}
 CASES["zero0 Lamb"] = Case(0, 3, optimizer="Lamb")
 CASES["zero0 Adafactor"] = Case(0, 3, optimizer="Adafactor")
 EVERYTHING = Case(
     3, 3, text_chunks=6, offload="all", checkpointing="cpu", coalesce=True, patch_dropout=0.5, clipping=0.1
 )
-# The image tower is one graph at ZeRO-1, and at ZeRO-2 with coalesced gradients. In the other cases each block is one.
+# The image tower is one graph at ZeRO-1. In the other cases each block is one.
 CASES["zero1 compiled"] = Case(1, 3, compiled=True, patch_dropout=0.5)
-CASES["zero2 compiled coalesced"] = Case(2, 3, text_chunks=2, compiled=True, coalesce=True)
 CASES["zero2 compiled checkpointing"] = Case(2, 3, compiled=True, checkpointing="plain")
-CASES["zero3 compiled locked below"] = Case(3, 3, locked="below", compiled=True)
 CASES["zero3 compiled everything"] = replace(EVERYTHING, compiled=True)
 COUNTED = ("zero1 compiled", "zero2 compiled checkpointing", "zero3 compiled everything")
 """Cases whose graphs are counted: the whole image tower, and its blocks at two stages."""
 
 # One member of each family of timm's image towers.
-CASES["zero1 SigLIP compiled"] = Case(1, 3, family="siglip", loss="siglip", compiled=True, patch_dropout=0.5)
+CASES["zero1 SigLIP compiled"] = Case(1, 3, family="siglip", loss="siglip", compiled=True, patch_dropout=0.5, ranks=1)
 CASES["zero2 SigLIP locked below"] = Case(2, 3, family="siglip", loss="siglip", locked="below", text_chunks=2)
 CASES["zero3 PE everything"] = replace(EVERYTHING, family="pe")
 CASES["zero1 EVA-02"] = Case(1, 3, family="eva02", patch_dropout=0.5, coalesce=True)
-CASES["zero3 EVA-02 compiled"] = Case(3, 3, family="eva02", compiled=True, checkpointing="plain")
+CASES["zero3 EVA-02 compiled"] = Case(3, 3, family="eva02", compiled=True, checkpointing="plain", ranks=1)
 CASES["zero2 EVA-02 enormous"] = Case(2, 3, family="eva02 enormous", text_chunks=2)
 
 KEPT = {
     "zero0": Case(0, 3, keep=ALL, captions="cut", patch_dropout=0.5),
-    "zero1 coalesced": Case(1, 3, keep=4, text_chunks=2, coalesce=True),
     "zero1 bf16": Case(1, 3, keep=2, coalesce=True, bf16=True),
     "zero2": Case(2, 3, keep=ALL, text_chunks=1, offload="optimizer"),
-    "zero3": Case(3, 3, keep=ALL, text_chunks=2, patch_dropout=0.5),
     "zero3 everything": replace(EVERYTHING, keep=4, bf16=True),
 }
 """Cases that are compared bit by bit with the same case without kept graphs."""
@@ -166,17 +162,13 @@ def _leave_gradients_unsorted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(gradient_cache, "_chunk_order", lambda rows, order: rows)
 
 
-KEPT_AT_3 = KEPT["zero3"]
 CUT = Case(accumulation=3, captions="cut")
 FAULTS: dict[str, tuple[Case, Plant | None, str]] = {
     # Mistakes of published code that docs/mathematics.md lists, and similar ones.
     "logit_scale gradient times chunks": (Case(3, 3, scale_fault=3.0), None, "norm"),
     "logit_scale gradient times ranks": (Case(1, 1, scale_fault=2.0), None, "norm"),
-    "logit_bias gradient times chunks": (Case(2, 3, loss="siglip", scale_fault=3.0), None, "norm"),
     "feature gradients over ranks": (Case(2, 3, feature_fault=0.5), None, "norm"),
-    "feature gradients over chunks": (Case(0, 3, feature_fault=1 / 3), None, "norm"),
     "rows of another chunk": (Case(0, 3, keep=ALL), _between_passes(faulty_rows), "parameters"),
-    "rows of another chunk, zero3": (KEPT_AT_3, _between_passes(faulty_rows), "parameters"),
     "DeepSpeed's counts": (Case(3, 3, keep=ALL), _between_passes(counts_of_the_last_forward), "parameters"),
     "lengths one token short": (CUT, _one_token_short, "loss"),
     "cut one token too early": (CUT, _cut_one_token_too_early, "loss"),
