@@ -55,20 +55,22 @@ def case(stage: int, accumulation: int = 3, *, lora: dict | None = None, **setti
     return Case(stage, accumulation, section=(("lora", section),), **settings)
 
 
-CASES = {f"zero{stage} x 3": case(stage) for stage in range(4)}
-CASES |= {f"zero{stage} on one rank": case(stage, 1, ranks=1) for stage in (0, 3)}
-CASES |= {
+CASES = {
+    "zero0 plain": case(0),
     "zero0 rslora": case(0, lora={"rslora": True}),
     "zero1 dora": case(1, lora={"dora": True}),
-    "zero1 dropout, compiled": case(1, lora={"dropout": 0.4}, compiled=True, keep=3),
+    "zero1 dropout": case(1, lora={"dropout": 0.4}, keep=3),
     "zero2 dropout, checkpointing, coalesced": case(
         2, lora={"dropout": 0.4}, checkpointing="plain", coalesce=True, text_chunks=2
     ),
-    "zero3 dropout, compiled": case(3, lora={"dropout": 0.4}, compiled=True, keep=2, clipping=0.1),
+    "zero3 dropout, compiled": case(3, lora={"dropout": 0.4}, compiled=True, keep=2, clipping=0.1, ranks=1),
     "zero2 text": case(2, lora={"towers": ["text"]}, checkpointing="plain"),
     "zero3 image": case(3, lora={"towers": ["image"], "targets": ["q_proj", "v_proj"]}, persistence_threshold=200),
     "zero3 offloaded": case(3, offload="all", checkpointing="cpu"),
 }
+
+RESUMED = (0, 2, 3)
+"""Stages at which a run resumes. ZeRO-1 saves the files of ZeRO-2."""
 
 
 def peft_model(case: Case) -> DualEncoder:
@@ -104,7 +106,7 @@ def train_all(cases: dict[str, Case], folder: str) -> dict[str, Outcome | str]:
     """Return the outcome of every case, and of the resumed engines of `resume`."""
     engine_cases.MODEL = MODEL
     outcomes = {name: or_traceback(train, case) for name, case in cases.items()}
-    for stage in range(4):
+    for stage in RESUMED:
         outcomes[f"resumed {stage}"] = or_traceback(resume, stage, Path(folder))
     if torch.distributed.get_world_size() == 1:
         outcomes["exported"] = or_traceback(save_run, Path(folder))
@@ -189,12 +191,12 @@ def test_two_steps_equal_peft_in_plain_pytorch(trained, name):
 
 
 def test_the_comparison_detects_another_scale_and_no_dropout(trained):
-    for name, other in (("zero0 x 3", "zero0 rslora"), ("zero1 dropout, compiled", "zero0 x 3")):
+    for name, other in (("zero0 plain", "zero0 rslora"), ("zero1 dropout", "zero0 plain")):
         found = comparisons(trained[0][0][name], oracle(other))
         assert unnoticed([found["parameters"]], other) == []
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", RESUMED)
 def test_checkpoints_hold_adapters_only_and_resume_with_the_same_bits(trained, stage):
     outcomes, folder = trained
     resumed = outcomes[0][f"resumed {stage}"]
