@@ -5,14 +5,16 @@ values differ between them, so a formula with a wrong proportion fails.
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from megaclip.comm.groups import group_size
-from megaclip.losses import LOSSES, ClipLoss, SigLipLoss
-from megaclip.losses.costs import LOSS_COSTS, Sizes
+from megaclip.losses import LOSSES
+from megaclip.losses.costs import LOSS_COSTS, Sizes, Traffic
 from megaclip.losses.fastclip_variants import VARIANTS
 from tests.distributed.harness import run_ranks
 from tools.bench_comm import FastClipStep, disco_clip_step, measure, open_clip_step, schemes
@@ -20,47 +22,35 @@ from tools.peers import disco_clip_traffic, open_clip_traffic
 from tools.volume import bytes_sent
 
 SHAPES = [(4, 8, torch.bfloat16), (12, 24, torch.float32)]
+VALUES = [("auto", "ignore"), ("bf16", "ignore"), ("auto", "mask"), ("auto", "positive")]
+"""Payload and ids."""
 
 
 def check_formulas() -> list[str]:
-    found = []
+    found: list[str] = []
+
+    def check(name: str, step: Callable[[], Any], formula: Traffic) -> None:
+        if (got := sum(bytes_sent(step).values())) != formula.total:
+            found.append(f"{name} with {dtype}: sent {got}, formula {formula.total}")
+
     for batch, embedding, dtype in SHAPES:
         sizes = Sizes(group_size(), batch, embedding, feature_bytes=dtype.itemsize)
-        half = replace(sizes, feature_bytes=2, gradient_bytes=2)
         x, y = (torch.randn(batch, embedding, dtype=dtype).requires_grad_() for _ in range(2))
         for exchange, reduction in itertools.product(("ring", "all_gather"), ("feature", "scalar")):
-            loss = ClipLoss(exchange=exchange, reduction=reduction)
-            got = sum(bytes_sent(lambda loss=loss, x=x, y=y: loss(x, y, torch.tensor(5.0)).backward()).values())
-            expected = LOSS_COSTS["clip"].traffic(exchange, reduction, sizes).total
-            if got != expected:
-                found.append(f"{exchange} + {reduction} at {sizes}: sent {got}, formula {expected}")
-            loss = ClipLoss(exchange=exchange, reduction=reduction, payload="bf16")
-            got = sum(bytes_sent(lambda loss=loss, x=x, y=y: loss(x, y, torch.tensor(5.0)).backward()).values())
-            if got != (expected := LOSS_COSTS["clip"].traffic(exchange, reduction, half).total):
-                found.append(f"{exchange} + {reduction} in bf16 at {sizes}: sent {got}, formula {expected}")
-            for payload, wire in (("auto", sizes), ("bf16", half)):
-                sigmoid = SigLipLoss(exchange=exchange, reduction=reduction, payload=payload)
-                scale, bias = torch.tensor(5.0), torch.tensor(-3.0)
-                got = sum(bytes_sent(lambda loss=sigmoid, x=x, y=y: loss(x, y, scale, bias).backward()).values())  # noqa: B023
-                if got != (expected := LOSS_COSTS["siglip"].traffic(exchange, reduction, wire).total):
-                    found.append(f"sigmoid, {exchange} + {reduction}, {payload} at {sizes}: {got}, formula {expected}")
-            for kind, meaning in itertools.product(("clip", "siglip"), ("mask", "positive")):
-                loss = LOSSES[kind](exchange=exchange, reduction=reduction, ids=meaning)
-                run = partial(loss, x, y, torch.tensor(5.0), ids=torch.arange(batch))
-                got = sum(bytes_sent(lambda run=run: run().backward()).values())
-                expected = LOSS_COSTS[kind].traffic(exchange, reduction, replace(sizes, ids=meaning)).total
-                if got != expected:
-                    found.append(f"{kind} {meaning}, {exchange} + {reduction} at {sizes}: {got}, formula {expected}")
+            way = f"{exchange} + {reduction}"
+            for kind, (payload, ids) in itertools.product(("clip", "siglip"), VALUES):
+                loss = LOSSES[kind](exchange=exchange, reduction=reduction, payload=payload, ids=ids)
+                given = {} if ids == "ignore" else {"ids": torch.arange(batch)}
+                run = partial(loss, x, y, torch.tensor(5.0), **given)
+                wire = replace(sizes, ids=ids)
+                wire = replace(wire, feature_bytes=2, gradient_bytes=2) if payload == "bf16" else wire
+                formula = LOSS_COSTS[kind].traffic(exchange, reduction, wire)
+                check(f"{kind}, {payload}, {ids}, {way}", lambda run=run: run().backward(), formula)  # type: ignore[misc]
             for variant in VARIANTS:
-                step = FastClipStep(variant, exchange, reduction)
-                got = sum(bytes_sent(lambda step=step, x=x, y=y: step(x, y)).values())
-                expected = LOSS_COSTS[variant].traffic(exchange, reduction, sizes).total
-                if got != expected:
-                    found.append(f"{variant}, {exchange} + {reduction} at {sizes}: sent {got}, formula {expected}")
+                step = partial(FastClipStep(variant, exchange, reduction), x, y)
+                check(f"{variant}, {way}", step, LOSS_COSTS[variant].traffic(exchange, reduction, sizes))
         for step, formula in ((open_clip_step, open_clip_traffic), (disco_clip_step, disco_clip_traffic)):
-            got = sum(bytes_sent(lambda step=step, x=x, y=y: step(x.detach(), y.detach())).values())
-            if got != formula(sizes).total:
-                found.append(f"{step.__name__} at {sizes}: sent {got}, formula {formula(sizes).total}")
+            check(step.__name__, partial(step, x.detach(), y.detach()), formula(sizes))
     return found
 
 
