@@ -1,11 +1,10 @@
-"""Compiled losses equal plain ones bit by bit on 1 and 2 ranks, and training steps equal those of one process.
+"""Compiled losses equal plain ones bit by bit on 2 ranks, and training steps equal those of one process.
 
 The first loss call of every launch is compiled. `fullgraph=True` raises an error at any graph break. The backend
 "aot_eager" traces both passes as inductor does, and runs the graphs without compiling them. The long test uses
 inductor.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +22,6 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.test_clip_loss import expect_same_error, random_batch
 from tests.tolerances import GRADIENT, VALUE, compare, exceeded
 
-WAYS = list(itertools.product(("ring", "all_gather"), ("feature", "scalar")))
 SCALE, BIAS = 9.0, -3.0
 
 
@@ -79,10 +77,10 @@ def check_first_calls() -> list[str]:
     return [problem for loss in (SigLipLoss, ClipLoss) for problem in differences(loss, *batches)]
 
 
-def check_every_way() -> list[str]:
+def check_ways() -> list[str]:
     whole = random_batch(6 * group_size(), 8, torch.bfloat16)
     found = []
-    for exchange, reduction in WAYS:
+    for exchange, reduction in (("ring", "feature"), ("all_gather", "scalar")):
         found += differences(ClipLoss, whole, exchange=exchange, reduction=reduction)
     return found + differences(SigLipLoss, whole, exchange="ring", reduction="scalar")
 
@@ -217,12 +215,10 @@ def check_fastclip() -> list[str]:
     return found
 
 
-def check_values() -> list[str]:
-    return check_first_calls() + check_every_way()
-
-
-def check_steps() -> list[str]:
+def check_everything() -> list[str]:
     checks = (
+        check_first_calls,
+        check_ways,
         check_steps_under_data_parallel,
         check_without_gradients,
         check_errors,
@@ -252,13 +248,8 @@ def check_inductor() -> list[str]:
 # --------------------------------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_equals_the_plain_loss(world_size: int) -> None:
-    assert run_ranks(check_values, world_size) == [[]] * world_size
-
-
-def test_in_compiled_training_steps() -> None:
-    assert run_ranks(check_steps, 2) == [[]] * 2
+def test_equals_the_plain_loss_also_in_training_steps() -> None:
+    assert run_ranks(check_everything, 2) == [[]] * 2
 
 
 def test_a_subgroup_of_ranks() -> None:

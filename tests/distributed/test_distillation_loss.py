@@ -87,10 +87,10 @@ def evaluate_all() -> list[Result | str]:
 
 @pytest.fixture(scope="module")
 def results() -> dict[int, list[list[Result | str]]]:
-    return {ranks: run_ranks(evaluate_all, ranks) for ranks in (1, 2, 3)}
+    return {ranks: run_ranks(evaluate_all, ranks) for ranks in (1, 3)}
 
 
-@pytest.mark.parametrize(("ranks", "case"), list(itertools.product((1, 2, 3), range(len(CASES)))))
+@pytest.mark.parametrize(("ranks", "case"), list(itertools.product((1, 3), range(len(CASES)))))
 def test_loss_and_gradients_equal_those_of_open_clip(results, ranks, case):
     expected, dtype = oracle(CASES[case], ranks), CASES[case].dtype
     for rank, of_rank in enumerate(results[ranks]):
