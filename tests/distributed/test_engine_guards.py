@@ -18,6 +18,7 @@ from deepspeed.utils import safe_get_full_grad
 from megaclip.errors import ConfigError, NonFiniteError
 from megaclip.step.batch import DeviceFeed, Tower
 from megaclip.step.gradient_cache import RandomState, accumulate_gradients
+from megaclip.step.layout import KeptGraphs
 from megaclip.zero.logit_scale import LogitScale
 from megaclip.zero.optimizers import set_learning_rate, update
 from tests.distributed import engine_cases
@@ -26,22 +27,21 @@ from tests.distributed.harness import or_traceback, run_ranks
 from tests.distributed.memory_batch import MemoryBatch
 from tests.tolerances import BF16_RUN, WRITTEN, WRITTEN_BF16, assert_close, assert_far
 
-FLOAT32 = {f"zero{stage}": Case(stage, 3) for stage in range(4)}
+FLOAT32 = {f"zero{stage}": Case(stage, 3) for stage in (0, 2)}
 OFFLOADED = {
     "zero2 bf16 offloaded": Case(2, 3, bf16=True, offload="optimizer"),
     "zero3 bf16 offloaded": Case(3, 3, bf16=True, grad_accum_dtype="fp32", offload="all"),
 }
-CLIPPED = {f"zero{stage} clipped": Case(stage, 3, bf16=stage > 0, clipping=0.1) for stage in range(4)}
+CLIPPED = {f"zero{stage} clipped": Case(stage, 3, bf16=stage > 0, clipping=0.1) for stage in (0, 1, 3)}
 CASES = {**FLOAT32, **OFFLOADED, **CLIPPED}
 MAXIMUM = 8.0
 """Bound of logit_scale. It is below the initial value of 1/0.07, so that the clamp acts in the first step."""
 
 ACCUMULATED = {
-    f"stage {stage}, fp32 accumulation{', offloaded' if offload else ''}": Case(
+    f"stage {stage}, fp32 accumulation, offload '{offload}'": Case(
         stage, 3, text_chunks=2, bf16=True, grad_accum_dtype="fp32", offload=offload
     )
-    for stage in (2, 3)
-    for offload in ("", "optimizer")
+    for stage, offload in ((2, "optimizer"), (3, ""))
 }
 # A combination that megaclip.config.checks refuses, and the nearest one that it accepts.
 PRECISION = {"allowed": Case(2, 1, bf16=True), **ACCUMULATED, "stage 0": Case(0, 1, bf16=True)}
@@ -192,6 +192,7 @@ def gradient_of_equal_chunks(stage: int, dtype: torch.dtype, chunks: int = MANY)
         LogitScale(engine, MAXIMUM).read(),
         RandomState(0, 0, 0),
         coalesce=True,
+        kept=KeptGraphs(chunks, 1),
         accumulation_dtype=dtype,
     )
     return safe_get_full_grad(engine.module.visual.proj).float()

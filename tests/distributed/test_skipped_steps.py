@@ -25,18 +25,13 @@ from tests.distributed.test_engine_fastclip import SAMPLES, ids_of
 
 CASES = {
     **{f"zero{stage}": Case(stage, 3, clipping=0.1) for stage in (0, 2, 3)},
-    "zero1 bf16": Case(1, 3, bf16=True),
     "zero1 bf16 offloaded": Case(1, 3, bf16=True, offload="optimizer", clipping=0.1),
 }
 MORE_CASES = {
-    "zero0 kept graphs": Case(0, 3, keep=3),
-    "zero1 coalesced": Case(1, 3, bf16=True, coalesce=True),
-    "zero1 locked": Case(1, 3, locked="image", clipping=0.1),
+    "zero1 coalesced, locked": Case(1, 3, bf16=True, coalesce=True, locked="image", clipping=0.1),
     "zero2 kept graphs": Case(2, 3, bf16=True, keep=3, patch_dropout=0.5),
-    "zero2 offloaded": Case(2, 3, offload="optimizer"),
     "zero3 offloaded": Case(3, 3, bf16=True, grad_accum_dtype="fp32", offload="all"),
-    "zero3 coalesced": Case(3, 3, coalesce=True),
-    "zero3 kept graphs": Case(3, 3, bf16=True, keep=3, checkpointing="plain"),
+    "zero3 kept graphs, coalesced": Case(3, 3, bf16=True, keep=3, checkpointing="plain", coalesce=True),
 }
 FASTCLIP = {"fastclip_v2 zero3": Case(3, 3, loss="fastclip_v2", exchange="all_gather")}
 MORE_FASTCLIP = {"fastclip_v3 zero1": Case(1, 3, loss="fastclip_v3")}
