@@ -6,10 +6,14 @@ import pytest
 import torch
 
 from megaclip.comm.parallelism import ONE_RANK
+from megaclip.data import ImageTransform
 from megaclip.models import TextConfig, build_model, load_model_config
 from megaclip.models.packing import Pieces
 from megaclip.models.text import CUT_MULTIPLE, caption_lengths, cut_length, is_cut_exact, reason_not_to_cut
+from megaclip.step.batch import DeviceFeed
 from megaclip.step.caption_chunks import CaptionChunks, division_of_captions
+from megaclip.step.gradient_cache import RandomState, accumulate_gradients
+from tests.distributed.memory_batch import MemoryBatch, PlainEngine, cross_entropy
 from tests.tolerances import FEATURES, TOWER_GRADIENT, assert_close, assert_far
 
 EOS = 2
@@ -86,6 +90,22 @@ def test_features_and_gradients_of_cut_captions_are_those_of_the_padded_ones(poo
     with torch.no_grad():
         one_short = cut(None, tokens[short][:, :11])[1]
     assert_far(one_short, expected, FEATURES["float64"], "one token short")
+
+
+@pytest.mark.parametrize(("text_chunks", "positions"), [(1, 160), (3, 144)])
+def test_a_step_encodes_fewer_positions_and_has_the_gradients_of_padded_captions(text_chunks, positions):
+    model, padded = text_model(pool_type="argmax"), text_model(pool_type="argmax")
+    size, tokens = model.config.vision_cfg.image_size, tokens_of("argmax")[:9]
+    pixels = torch.randint(256, (9, 3, size, size), dtype=torch.uint8)
+    feed = DeviceFeed(torch.device("cpu"), torch.float64, ImageTransform(size).normalise)
+    batch = MemoryBatch(pixels.chunk(3), tokens, feed, text_chunks=text_chunks, cut=model.config.text_cfg)
+    engine, seeds = PlainEngine(model), RandomState(seed=0, step=0, rank=0)
+    accumulate_gradients(engine, cross_entropy, batch, torch.zeros(1), seeds, coalesce=False)
+    x, y, _ = padded(ImageTransform(size).normalise(pixels, torch.float64), tokens)
+    cross_entropy(x, y, torch.ones(1)).backward()
+    for name, parameter in padded.text.named_parameters():
+        assert_close(model.text.get_parameter(name).grad, parameter.grad, TOWER_GRADIENT, name)
+    assert engine.text_positions == 2 * positions  # of 2 x 9 x 24: the passes without a graph and with one
 
 
 def test_captions_that_must_keep_their_padding_keep_it():

@@ -83,7 +83,7 @@ def auto(tmp_path: Path, **changes) -> Workload:
 
 
 @pytest.mark.parametrize(
-    ("model", "micro_batch", "memory"), [("ViT-B-32", 512, range(4, 141, 4)), ("ViT-g-14", 128, range(40, 141, 10))]
+    ("model", "micro_batch", "memory"), [("ViT-B-32", 512, range(4, 141, 8)), ("ViT-g-14", 128, range(40, 141, 20))]
 )
 def test_auto_fills_the_gpu_up_to_its_margin_and_never_refuses_what_fits_without(
     tmp_path: Path, model: str, micro_batch: int, memory: range
@@ -105,7 +105,7 @@ def test_auto_fills_the_gpu_up_to_its_margin_and_never_refuses_what_fits_without
         assert number or plan.gpu_peak == least.gpu_peak
         found.append(number)
     assert found == sorted(found) and found[0] == 0
-    assert found[-1] == 1 if model == "ViT-g-14" else (found[-1] == 16 and len(set(found)) > 8)
+    assert found[-1] == 1 if model == "ViT-g-14" else (found[-1] == 16 and len(set(found)) > 4)
 
 
 def test_auto_keeps_nothing_where_it_cannot_know_or_would_fill_the_host(tmp_path: Path) -> None:
