@@ -60,13 +60,10 @@ QUICK = {
 RATES = (("image_layer_decay", 1.0),)
 GRID = {
     "zero0 SGD to 1": Averaged(Case(0, 2, optimizer="SGD"), Case(1, 2, optimizer="SGD")),
-    "zero1 Lion": Averaged(Case(1, 2, optimizer="Lion")),
     "zero1 rates to 2": Averaged(Case(1, 2, section=RATES), Case(2, 2, section=RATES)),
-    "zero2 SGD": Averaged(Case(2, 2, optimizer="SGD")),
     "zero2 locked to 3": Averaged(Case(2, 2, locked="image"), Case(3, 2, locked="image")),
     "zero2 offloaded to 0": Averaged(Case(2, 2, offload="optimizer"), Case(0, 2)),
-    "zero3 Lion": Averaged(Case(3, 2, optimizer="Lion")),
-    "zero3 rates": Averaged(Case(3, 2, section=RATES)),
+    "zero3 Lion, rates": Averaged(Case(3, 2, optimizer="Lion", section=RATES)),
     "zero3 all offloaded to 2": Averaged(Case(3, 2, offload="all"), Case(2, 2)),
 }
 
