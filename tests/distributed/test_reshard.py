@@ -50,15 +50,12 @@ SAVED = {
     "zero0 Lamb": Case(0, ACCUMULATION, optimizer="Lamb"),
 }
 LOADED = {
-    1: {name: (name, SAVED[name]) for name in ("zero1", "zero2 offloaded", "zero3")}
+    1: {name: (name, SAVED[name]) for name in ("zero2 offloaded", "zero3")}
     | {
         "zero0 to 3": ("zero0", SAVED["zero3"]),
         "zero1 to 3": ("zero1", SAVED["zero3"]),
     },
-    3: {
-        name: (name, SAVED[name])
-        for name in ("zero1 locked", "zero2 bf16", "zero3", "zero3 locked offloaded", "zero3 Lion")
-    }
+    3: {name: (name, SAVED[name]) for name in ("zero1 locked", "zero2 bf16", "zero3 locked offloaded", "zero3 Lion")}
     | {
         "zero1 to 0": ("zero1", SAVED["zero0"]),
         "zero2 bf16 to float32": ("zero2 bf16", Case(2, ACCUMULATION)),
