@@ -45,24 +45,20 @@ from deepspeed.accelerator import get_accelerator
 builder = get_accelerator().create_op_builder("ContrastiveTilesBuilder")
 print(builder.name, torch.ops.megaclip.clip_loss, deepspeed.ops.__compatible_ops__[builder.name])
 
-x = torch.eye(3).requires_grad_()
-torch.compile(ClipLoss(), fullgraph=True, backend="aot_eager")(x, x, 1.0).backward()
-print(x.grad.norm() > 0)
-
 sys.argv[1:] = ["report"]
 from megaclip.commands import main
 main()
 """
 
 
-def test_a_new_process_imports_little_then_registers_and_compiles_losses_and_reports_the_op() -> None:
+def test_a_new_process_imports_little_then_registers_losses_and_reports_the_op() -> None:
     command = [sys.executable, "-c", NEW_PROCESS]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("False", "True", "contrastive", "tensor"))]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("False", "True", "contrastive"))]
     light, registered = ["False False", "False"], "contrastive_tiles megaclip.clip_loss False"
-    assert lines[:4] == [*light, registered, "tensor(True)"], done.stdout
-    assert len(lines) == 5 and lines[4].startswith("contrastive_tiles "), done.stdout
+    assert lines[:3] == [*light, registered], done.stdout
+    assert len(lines) == 4 and lines[3].startswith("contrastive_tiles "), done.stdout
 
 
 def batch(count: int, seed: int, dtype: torch.dtype) -> Tensor:
