@@ -451,11 +451,7 @@ VARIANTS |= PEFT
 REFUSED: dict[str, tuple[Callable[[], tuple[Any, Model]], str, str]] = {
     "static graph": (lambda: ddp(static_graph=True), "engine", "static_graph=True"),
     "methods of DeepSpeed's module": (lambda: zero(2), "module", "did not call the DeepSpeed engine"),
-    "DeepSpeed's engine is not passed": (
-        lambda: zero(2),
-        "unknown",
-        "a DeepSpeedEngine that GradientCache does not",
-    ),
+    "DeepSpeed's engine is not passed": (lambda: zero(2), "unknown", "a DeepSpeedEngine that GradientCache does not"),
     "DDP's module is not passed": (ddp, "unknown", "a DistributedDataParallel that GradientCache"),
     "partitioned scale": (lambda: zero(3), "engine", r"'logit_scale' was computed from a partitioned parameter"),
     "accumulation steps": (

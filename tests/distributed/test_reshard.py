@@ -51,10 +51,7 @@ SAVED = {
 }
 LOADED = {
     1: {name: (name, SAVED[name]) for name in ("zero2 offloaded", "zero3")}
-    | {
-        "zero0 to 3": ("zero0", SAVED["zero3"]),
-        "zero1 to 3": ("zero1", SAVED["zero3"]),
-    },
+    | {"zero0 to 3": ("zero0", SAVED["zero3"]), "zero1 to 3": ("zero1", SAVED["zero3"])},
     3: {name: (name, SAVED[name]) for name in ("zero1 locked", "zero2 bf16", "zero3 locked offloaded", "zero3 Lion")}
     | {
         "zero1 to 0": ("zero1", SAVED["zero0"]),

@@ -145,38 +145,25 @@ def test_a_cpu_records_nothing(settings: dict[str, bool]) -> None:
     assert not loss._recordings._recordings
 
 
-def on_gpu(b: int, embedding: int) -> Any:
-    """Return a stand-in for bfloat16 features on a GPU."""
-    return SimpleNamespace(shape=(b, embedding), is_cuda=True, dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize(("settings", "expected"), [({}, True), ({"cuda_graphs": False}, False)])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_small_batches_are_recorded_by_default(
-    ranks: int, settings: dict[str, bool], expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(small_batches, "implementation_for", lambda tiles, x: "triton")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    group = SimpleNamespace(size=ranks, message_device=torch.device("cuda"))
-    way: Any = SimpleNamespace(ranks=group, exchange="all_gather", tiles=None)
-    assert ClipLoss(**settings).records(on_gpu(8, 16), way) == expected
-
-
 @pytest.mark.parametrize(
-    ("ranks", "b", "exchange", "expected"),
+    ("settings", "ranks", "b", "exchange", "expected"),
     [
-        (1, 16384, "ring", True),
-        (1, 16400, "ring", False),  # too many operations
-        (1024, 85, "all_gather", True),
-        (1024, 86, "all_gather", False),  # 258 MiB of bfloat16 features and float32 gradients
-        (2, 8, "ring", False),
+        ({}, 1, 8, "all_gather", True),
+        ({}, 2, 8, "all_gather", True),
+        ({"cuda_graphs": False}, 1, 8, "all_gather", False),
+        ({}, 1, 16384, "ring", True),
+        ({}, 1, 16400, "ring", False),  # too many operations
+        ({}, 1024, 85, "all_gather", True),
+        ({}, 1024, 86, "all_gather", False),  # 258 MiB of bfloat16 features and float32 gradients
+        ({}, 2, 8, "ring", False),
     ],
 )
-def test_large_batches_are_not_recorded(
-    ranks: int, b: int, exchange: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+def test_small_batches_are_recorded_by_default_and_large_ones_never(
+    settings: dict[str, bool], ranks: int, b: int, exchange: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(small_batches, "implementation_for", lambda tiles, x: "triton")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     group = SimpleNamespace(size=ranks, message_device=torch.device("cuda"))
     way: Any = SimpleNamespace(ranks=group, exchange=exchange, tiles=None)
-    assert ClipLoss().records(on_gpu(b, 512), way) == expected
+    features: Any = SimpleNamespace(shape=(b, 512), is_cuda=True, dtype=torch.bfloat16)
+    assert ClipLoss(**settings).records(features, way) == expected

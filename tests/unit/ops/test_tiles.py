@@ -169,61 +169,25 @@ stats, grads, sigmoid = tiles.tile_stats, tiles.tile_grads, tiles.tile_sigmoid
 ONE = Terms(1.0, 0.0, 1.0)
 TRITON = TileOptions(implementation="triton")
 REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (
-        lambda: stats(X, torch.zeros(4, 6), 1.0, 1.0),
-        r"\(3, 5\) and \(4, 6\); expected \(m, D\) and \(n, D\)",
-    ),
+    (lambda: stats(X, torch.zeros(4, 6), 1.0, 1.0), r"\(3, 5\) and \(4, 6\); expected \(m, D\) and \(n, D\)"),
     (lambda: stats(torch.zeros(5), Y, 1.0, 1.0), r"shapes \(5,\) and \(4, 5\); expected"),
-    (
-        lambda: stats(X, Y.double(), 1.0, 1.0),
-        "x is torch.float32 on cpu and y is torch.float64 on cpu; expec",
-    ),
-    (
-        lambda: stats(X, Y, torch.ones(4), 1.0),
-        r"row_scale has shape \(4,\); expected a number or shape \(3,\)",
-    ),
-    (
-        lambda: stats(X, Y, 1.0, torch.ones(4, 1)),
-        r"col_scale has shape \(4, 1\); expected a number or shape",
-    ),
-    (
-        lambda: grads(X, Y, ONE, Terms(1.0, 0.0, torch.ones(3))),
-        r"col\.weight has shape \(3,\); expected a num",
-    ),
-    (
-        lambda: sigmoid(X, Y, 1.0, 0.0, ids=(IDS, IDS)),
-        r"ids are \(3,\) torch\.int64 on cpu; expected \(4,\)",
-    ),
-    (
-        lambda: sigmoid(X, X, 1.0, 0.0, ids=(IDS, IDS.float())),
-        r"ids are \(3,\) torch.float32 on cpu; expected",
-    ),
+    (lambda: stats(X, Y.double(), 1.0, 1.0), "x is torch.float32 on cpu and y is torch.float64 on cpu; expec"),
+    (lambda: stats(X, Y, torch.ones(4), 1.0), r"row_scale has shape \(4,\); expected a number or shape \(3,\)"),
+    (lambda: stats(X, Y, 1.0, torch.ones(4, 1)), r"col_scale has shape \(4, 1\); expected a number or shape"),
+    (lambda: grads(X, Y, ONE, Terms(1.0, 0.0, torch.ones(3))), r"col\.weight has shape \(3,\); expected a num"),
+    (lambda: sigmoid(X, Y, 1.0, 0.0, ids=(IDS, IDS)), r"ids are \(3,\) torch\.int64 on cpu; expected \(4,\)"),
+    (lambda: sigmoid(X, X, 1.0, 0.0, ids=(IDS, IDS.float())), r"ids are \(3,\) torch.float32 on cpu; expected"),
     (lambda: stats(X, X, 1.0, 1.0, ids=(IDS, IDS.flip(0))), "ids of the columns do not ascend"),
-    (
-        lambda: sigmoid(X, X, 1.0, 0.0, add_to=(torch.zeros(3, 4), None)),
-        r"\(3, 4\) of .* expected \(3, 5\) of",
-    ),
+    (lambda: sigmoid(X, X, 1.0, 0.0, add_to=(torch.zeros(3, 4), None)), r"\(3, 4\) of .* expected \(3, 5\) of"),
     (lambda: sigmoid(X, X, 1.0, 0.0, add_to=(X.double(), None)), "an accumulator is .* of torch.float64"),
-    (
-        lambda: sigmoid(X, X, 1.0, 0.0, add_to=(torch.zeros(5, 3).T, None)),
-        "expected a contiguous accumulator",
-    ),
+    (lambda: sigmoid(X, X, 1.0, 0.0, add_to=(torch.zeros(5, 3).T, None)), "expected a contiguous accumulator"),
     (lambda: stats(INTEGERS, INTEGERS, 1.0, 1.0), r"the features are torch\.int64; expected bfloat16"),
-    (
-        lambda: stats(X.double(), X.double(), 1.0, 1.0, options=BF16),
-        "precision is 'bf16'; float64 features req",
-    ),
+    (lambda: stats(X.double(), X.double(), 1.0, 1.0, options=BF16), "precision is 'bf16'; float64 features req"),
     (lambda: TileOptions(precision="fp8"), "precision is 'fp8'; expected one of auto, float32, tf32, bf16"),
     (lambda: TileOptions(implementation="cuda"), "implementation is 'cuda'; expected one of auto, torch, triton"),
     (lambda: TileOptions(tile_budget_mib=0), "tile_budget_mib is 0; expected a number of MiB above 0"),
-    (
-        lambda: stats(X, X, 1.0, 1.0, options=TRITON),
-        "implementation is 'triton', but the .*; set it to 'auto'",
-    ),
-    (
-        lambda: grads(X.double(), X.double(), ONE, ONE, options=TRITON),
-        "'triton', but the .*; set it to 'auto'",
-    ),
+    (lambda: stats(X, X, 1.0, 1.0, options=TRITON), "implementation is 'triton', but the .*; set it to 'auto'"),
+    (lambda: grads(X.double(), X.double(), ONE, ONE, options=TRITON), "'triton', but the .*; set it to 'auto'"),
 ]
 
 
