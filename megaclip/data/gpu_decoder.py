@@ -35,11 +35,9 @@ class GpuDecoder:
     """Replace the JPEG files in a batch by their pixels.
 
     device: of the pixels while they are resized. decode: decodes to this device. interpolation: of the transform.
-    eighths: of every eight samples, by id, the number whose files the workers leave to this decoder.
     """
 
-    def __init__(self, device: torch.device, interpolation: str, decode: Decode, eighths: int = 8) -> None:
-        self.eighths = eighths
+    def __init__(self, device: torch.device, interpolation: str, decode: Decode) -> None:
         self._device, self._interpolation, self._decode = device, interpolation, decode
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._has_refused = False
@@ -101,7 +99,7 @@ def _groups(files: list[tuple[int, JpegCrop]]) -> Iterator[list[tuple[int, JpegC
         yield group
 
 
-def open_gpu_decoder(device: torch.device, interpolation: str, eighths: int = 8) -> GpuDecoder:
+def open_gpu_decoder(device: torch.device, interpolation: str) -> GpuDecoder:
     """Return a decoder on this GPU, after it has decoded a small file. Raises ConfigError if it cannot."""
     try:
         if device.type != "cuda":
@@ -120,4 +118,4 @@ def open_gpu_decoder(device: torch.device, interpolation: str, eighths: int = 8)
             f"({type(problem).__name__}: {first_line(problem)}); install the torchvision of this torch and CUDA, or "
             "use --image-decoder cpu"
         ) from None
-    return GpuDecoder(device, interpolation, decode, eighths)
+    return GpuDecoder(device, interpolation, decode)

@@ -69,18 +69,16 @@ RESIZED_BY_TORCH = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
 GPU_DECODER = "nvJPEG and Triton"
-"""Libraries of gpu_decoder.py."""
+"""Libraries of gpu_decoder.py, for the log and checkpoints."""
 
 
-def image_decoder(gpu_eighths: int = 0) -> str:
-    """Return the libraries that decode JPEG files and resize crops in training on this machine.
-
-    gpu_eighths: of every eight samples, the number whose files a GPU decodes.
-    """
-    jpeg = "Pillow" if simplejpeg is None else "simplejpeg"
-    workers = f"{jpeg} and torch" if RESIZED_BY_TORCH else "Pillow"
-    some = f"{GPU_DECODER} for {gpu_eighths} of 8 samples, {workers} for the others"
-    return {0: workers, 8: GPU_DECODER}.get(gpu_eighths, some)
+def image_decoder(*, on_gpu: bool = False) -> str:
+    """Return the libraries that decode JPEG files and resize crops in training on this machine."""
+    if on_gpu:
+        return GPU_DECODER
+    if not RESIZED_BY_TORCH:
+        return "Pillow"
+    return f"{'Pillow' if simplejpeg is None else 'simplejpeg'} and torch"
 
 
 def normalised_pixels(

@@ -118,7 +118,7 @@ class TrainLoader:
         self.held = len(slots) - ahead
         """Number of micro-batches whose pixels are kept. `read` number n may overwrite those of number n - held."""
         self._reading = 0
-        self._gpu_decoder, self._gpu_eighths = gpu_decoder, gpu_decoder.eighths if gpu_decoder else 0
+        self._gpu_decoder, self._for_gpu = gpu_decoder, gpu_decoder is not None
         self._rank, self._world_size = rank, world_size
         self.fields = dataset.fields
         self._taken = 0
@@ -127,7 +127,7 @@ class TrainLoader:
         self._order = order = dataset.order(self.samples_per_step, seed=seed, shard_order=shard_order)
         check_batch(self.samples_per_step, order)
         if features is None:
-            decoder = image_decoder(self._gpu_eighths) if transform.training else "Pillow"
+            decoder = image_decoder(on_gpu=gpu_decoder is not None) if transform.training else "Pillow"
             log_once(_logger.info, f"training images are decoded and resized by {decoder}")
         self._reader = TrainReader(dataset, transform, tokenizer, seed, features)
         self._cache: ShardCache | None = None
@@ -209,26 +209,26 @@ class TrainLoader:
             advice = "use --image-decoder cpu, or a smaller train_micro_batch_size_per_gpu"
             raise DataError(f"--image-decoder gpu: {first_line(error)}; {advice}") from None
         for row in refused:
-            item = (self.samples_consumed, self._readings[self._taken], slice(row, row + 1), slot, 0)
+            item = (self.samples_consumed, self._readings[self._taken], slice(row, row + 1), slot, False)
             again = self._admitted(self._load(item))
             batch.tokens[row], batch.pair_ids[row] = again.tokens[0], again.pair_ids[0]
             for name, values in again.fields.items():
                 batch.fields[name][row] = values[0]
 
-    def _load(self, item: tuple[int, int, slice, int, int]) -> Loaded:
+    def _load(self, item: tuple[int, int, slice, int, bool]) -> Loaded:
         """Read an item of `_schedule`, in a worker or in this process."""
-        start, micro_batch, rows, slot, gpu_eighths = item
+        start, micro_batch, rows, slot, for_gpu = item
         positions = rank_positions(start, micro_batch, self._micro_batch_size, self._rank, self._world_size)[rows]
-        return self._reader.read(*self._order.visit(positions), self.slots[slot, rows], gpu_eighths=gpu_eighths)
+        return self._reader.read(*self._order.visit(positions), self.slots[slot, rows], for_gpu=for_gpu)
 
-    def _schedule(self, samples_consumed: int) -> Iterator[tuple[int, int, slice, int, int]]:
-        """Yield work items without end: (position where the step begins, micro-batch of the step, rows, slot, samples
-        in eight that a GPU decodes)."""
+    def _schedule(self, samples_consumed: int) -> Iterator[tuple[int, int, slice, int, bool]]:
+        """Yield work items without end: (position where the step begins, micro-batch of the step, rows, slot, whether a
+        GPU decodes)."""
         turns = itertools.cycle(range(len(self.slots)))
         for start in itertools.count(samples_consumed, self.samples_per_step):
-            eighths = self._gpu_eighths  # for a whole step: its micro-batches may be read twice
+            for_gpu = self._for_gpu  # for a whole step: its micro-batches may be read twice
             for micro_batch, slot in zip(self._readings, turns, strict=False):
-                yield from ((start, micro_batch, rows, slot, eighths) for rows in self._parts)
+                yield from ((start, micro_batch, rows, slot, for_gpu) for rows in self._parts)
 
     def _warn_of_equal_images(self, read: set[tuple[int, int]]) -> None:
         # A row that is in the batch twice, as a substitute or at the end of an epoch, is no equal image.
@@ -259,7 +259,7 @@ class TrainLoader:
     def decode_on(self, gpu_decoder: GpuDecoder | None) -> None:
         """Let a GPU decode the steps that no worker has begun, or None. Callable while another thread reads."""
         self._gpu_decoder = gpu_decoder or self._gpu_decoder  # which parts that have been begun still need
-        self._gpu_eighths = gpu_decoder.eighths if gpu_decoder else 0
+        self._for_gpu = gpu_decoder is not None
 
     def close(self) -> None:
         """End the worker processes. Iterating afterwards stops at once."""

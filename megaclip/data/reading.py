@@ -104,18 +104,17 @@ class TrainReader:
     features: CachedFeatures | None = None
     """These replace the images."""
 
-    def read(self, ids: np.ndarray, epochs: np.ndarray, images: torch.Tensor, *, gpu_eighths: int = 0) -> Loaded:
+    def read(self, ids: np.ndarray, epochs: np.ndarray, images: torch.Tensor, *, for_gpu: bool = False) -> Loaded:
         """Return the pairs of `ids` (b,), with their pixels written into `images` (b, 3, H, W) uint8, or the bytes of
         their features into `images` (b, width).
 
         Each sample is augmented by (seed, its epoch, its id).
 
-        gpu_eighths: of every eight samples, the number whose files a GPU decodes. They are written instead of pixels.
+        for_gpu: write the files that a GPU decodes, instead of their pixels.
         """
         pairs, bad_samples = list[_Pair](), list[BadSampleReport]()
         for row, (sample_id, epoch) in enumerate(zip(ids.tolist(), epochs.tolist(), strict=True)):
             try:
-                for_gpu = sample_id % 8 < gpu_eighths
                 pair = self._read_or_substitute(sample_id, epoch, images[row], for_gpu, bad_samples)
             except Exception as error:  # a source may raise any exception; the run saves and ends with it
                 return Loaded(None, bad_samples, fatal=_unreadable(self.dataset, sample_id, error))
@@ -138,7 +137,7 @@ class TrainReader:
             bad_samples,
             len(ids) + len(bad_samples),
             images=set(digests),
-            encoded=encoded if gpu_eighths else None,
+            encoded=encoded if for_gpu else None,
         )
 
     def _read_or_substitute(

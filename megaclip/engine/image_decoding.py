@@ -1,6 +1,4 @@
-"""Choose where a run decodes its training images (--image-decoder): in the data workers, on the GPU, or on both."""
-
-from statistics import fmean
+"""Choose where a run decodes its training images (--image-decoder): in the data workers, or on the GPU."""
 
 import torch
 
@@ -30,9 +28,7 @@ class ImageDecoding:
         self.gpu: GpuDecoder | None = None
         """Decoder of the JPEG files that workers leave to the GPU; None if they decode all."""
         self._steps: list[tuple[float, float]] = []
-        """Seconds of waiting for samples and of the whole step, for each step since the last change."""
-        self._times: dict[int, float] = {}
-        """Seconds of a step by the number of samples in eight that the GPU decoded."""
+        """Seconds of waiting for samples and of the whole step, for the first steps of this process."""
         if setting == "gpu":
             with raise_on_all_ranks():
                 self.use_gpu()
@@ -40,50 +36,60 @@ class ImageDecoding:
     @property
     def libraries(self) -> str:
         """Libraries that decode and resize."""
-        return image_decoder(self.gpu.eighths if self.gpu else 0)
+        return image_decoder(on_gpu=self.gpu is not None)
 
-    def use_gpu(self, eighths: int = 8) -> None:
-        """Decode the JPEG files of `eighths` samples in eight on the GPU. Raises ConfigError if it cannot."""
-        self.gpu = open_gpu_decoder(self._device, self._transform.interpolation, eighths)
+    def use_gpu(self) -> None:
+        """Decode JPEG files on the GPU. Raises ConfigError if it cannot."""
+        self.gpu = open_gpu_decoder(self._device, self._transform.interpolation)
 
     def step_done(self, batch: StepStore, waited_s: float, step_s: float) -> bool:
         """Return True if later steps of `batch` have another decoder. Called after each step.
 
-        If the steps after the first one, which waits for the workers to start, wait for samples, "auto" tries the GPU,
-        and then the share of the samples with which workers and GPU should take equally long. The fastest of the three
-        stays. The first steps after a change have samples that were prepared before it.
+        "auto" tries the GPU after step 1 + WAITED_STEPS if the steps wait for samples, and goes back if later steps
+        are not shorter. The first step waits for the workers to start. The first steps of a decoder have samples that
+        the one before has prepared.
         """
         if not self._measures:
             return False
         self._steps.append((waited_s, step_s))
-        if len(self._steps) < (2 * WAITED_STEPS if self._times else 1 + WAITED_STEPS):
-            return False
-        ranks = gather_objects([fmean(values) for values in zip(*self._steps[-WAITED_STEPS:], strict=True)])
-        waited_s, step_s = map(max, zip(*ranks, strict=True))
-        self._steps.clear()
-        before, now = self.libraries, self.gpu.eighths if self.gpu else 0
-        self._times[now] = step_s
-        logger.info("--image-decoder auto: %s: %.3f s a step, %.3f s of it for samples", before, step_s, waited_s)
-        if len(self._times) == 1:
-            self._waited_s = waited_s
-            chosen = 8 if not now and waited_s > WAITED_SHARE * step_s else now
-            self._measures = chosen != now
-        elif len(self._times) == 2:
-            # Workers take share * (their excess over the step), and the GPU the rest of its step, equally long.
-            chosen = min(7, max(1, round(8 * self._waited_s / (self._waited_s + step_s))))
-        else:
-            chosen = min(self._times, key=self._times.__getitem__)
-            chosen = chosen if self._times[chosen] <= LARGEST_TIME * self._times[0] else 0
+        if len(self._steps) == 1 + WAITED_STEPS:
+            self._measures = self.gpu is None and self._tries_gpu(batch)
+            return self._measures
+        if len(self._steps) == 1 + 3 * WAITED_STEPS:
             self._measures = False
+            return self._goes_back(batch)
+        return False
+
+    def _tries_gpu(self, batch: StepStore) -> bool:
+        waited_s, total_s = (sum(step[part] for step in self._steps[1:]) for part in (0, 1))
+        share = max(gather_objects(waited_s / total_s))
+        before, steps = self.libraries, f"the first steps waited for samples for {share:.0%} of their time"
+        if share <= WAITED_SHARE:
+            logger.info("--image-decoder auto: %s, so %s decode all images", steps, before)
+            return False
         try:
             with raise_on_all_ranks():
-                if chosen:
-                    self.use_gpu(chosen)
-                else:
-                    self.gpu = None
+                self.use_gpu()
         except ConfigError as problem:
-            self.gpu, self._measures = None, False
-            logger.info("--image-decoder auto: %s", problem)
+            self.gpu = None  # of a rank that could
+            logger.info("--image-decoder auto: %s, but %s", steps, problem)
+            return False
         batch.decode_on(self.gpu)
-        logger.info("--image-decoder auto: from now on %s decode", self.libraries)
-        return self.libraries != before
+        logger.info("--image-decoder auto: %s; from now on %s decode, not %s", steps, self.libraries, before)
+        return True
+
+    def _goes_back(self, batch: StepStore) -> bool:
+        first, last = self._steps[1 : 1 + WAITED_STEPS], self._steps[-WAITED_STEPS:]
+        before, now = (max(gather_objects(sum(seconds for _, seconds in steps))) for steps in (first, last))
+        tried, is_slow = self.libraries, now > LARGEST_TIME * before
+        if is_slow:
+            self.gpu = None
+            batch.decode_on(None)
+        logger.info(
+            "--image-decoder auto: a step takes %.3f s with %s and %.3f s before; %s decode",
+            now / WAITED_STEPS,
+            tried,
+            before / WAITED_STEPS,
+            self.libraries,
+        )
+        return is_slow

@@ -15,7 +15,7 @@ from megaclip.checkpoint.manifest import find_damage_on_all_ranks, summary
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.comm.groups import group_rank
 from megaclip.config import BatchLayout, TrainArguments
-from megaclip.data import check_manifest, image_decoder
+from megaclip.data import GPU_DECODER, check_manifest, image_decoder
 from megaclip.data.order import ORDER_VERSION
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.run_loss import RunLoss
@@ -78,7 +78,7 @@ def describe_run(
         "model": model.to_open_clip() | towers,
         "tokenizer": inputs.tokenizer.identity,
         "preprocess": inputs.preprocess_cfg,
-        "image_decoder": image_decoder(8 if arguments.image_decoder == "gpu" else 0),
+        "image_decoder": image_decoder(on_gpu=arguments.image_decoder == "gpu"),
         "data": inputs.train.manifest(),
     }
 
@@ -106,11 +106,10 @@ def resume(trainer: Trainer, identity: dict[str, Any], checkpoints: Path) -> tup
     with raise_on_all_ranks():
         try:
             state = store.read_state(*found)
-            eighths = next((n for n in range(1, 9) if image_decoder(n) == state.get("image_decoder")), 0)
-            if arguments.image_decoder == "auto" and eighths:
+            if arguments.image_decoder == "auto" and state.get("image_decoder") == GPU_DECODER:
                 with contextlib.suppress(ConfigError):  # the check below warns of another decoder
-                    trainer.decoding.use_gpu(eighths)
-                    identity = identity | {"image_decoder": trainer.decoding.libraries}
+                    trainer.decoding.use_gpu()
+                    identity = identity | {"image_decoder": GPU_DECODER}
             _check_same_run(state, identity)
             _check_length(state, identity, arguments, loss)
         except MegaclipError:

@@ -139,27 +139,11 @@ def test_workers_leave_usable_baseline_files_to_the_gpu(monkeypatch):
     assert left == {"grey", "damaged", "refused", "tall"}
 
 
-def black(files):
-    return [torch.zeros_like(one) for one in decode(files)]
-
-
-def test_a_decoder_of_three_eighths_takes_the_samples_with_these_ids(pairs):
-    """So a resumed run decodes each sample where the run before it did."""
-    loader = loader_of(pairs, gpu_decoder=GpuDecoder(torch.device("cpu"), "bicubic", black, 3))
-    expected, taken = loader_of(pairs), dict[int, set[bool]]()
-    for step in range(6):
-        ids, (batch, other) = loader.ids_of_step(step * STEP), (next(loader), next(expected))
-        for sample, image, pixels in zip(ids.tolist(), batch.images, other.images, strict=True):
-            if sample % 3:  # a usual JPEG file
-                taken.setdefault(sample % 8, set()).add(not torch.equal(image, pixels))
-    assert taken == {rest: {rest < 3} for rest in range(8)}
-
-
 def test_a_decoder_that_is_set_or_removed_later_takes_whole_steps(pairs, monkeypatch):
     """--image-decoder auto changes it while the workers read ahead. Both readings of a step are by one decoder."""
     monkeypatch.setattr(loader_module, "SMALLEST_PART", 4)
     settings = {"micro_batches": 2, "reread_from": 0}
-    dark = GpuDecoder(torch.device("cpu"), "bicubic", black)
+    dark = GpuDecoder(torch.device("cpu"), "bicubic", lambda files: [torch.zeros_like(one) for one in decode(files)])
     loader, expected = loader_of(pairs, num_workers=2, **settings), loader_of(pairs, **settings)
     changed = []
     for number in range(40):
