@@ -11,14 +11,14 @@ import pytest
 from megaclip.data.sentencepiece_training import train_sentencepiece
 from tests.end_to_end.training_runs import DS_CONFIG, MODEL, ROOT
 
-TRAINING_SCENES = 256
+TRAINING_SCENES = 128
 
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with all inputs of launch/train.py on two ranks. Tests write their runs to other folders.
 
-    train/*.tar (4 shards, 256 scenes), held_out/*.tar (32), zero_shot/ (20 labelled digits), tokenizer.model,
+    train/*.tar (4 shards, 128 scenes), held_out/*.tar (32), zero_shot/ (20 labelled digits), tokenizer.model,
     model.json, zero1.json and zero3.json (ds_configs with a contrastive batch of 32).
     """
     folder = tmp_path_factory.mktemp("tiny_run")
@@ -28,7 +28,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_inputs(folder: Path) -> None:
     """Write the files of `tiny_run` to an empty folder."""
-    sizes = {"train": TRAINING_SCENES, "shard-size": 64, "held-out": 32, "zero-shot": 20}
+    sizes = {"train": TRAINING_SCENES, "shard-size": 32, "held-out": 32, "zero-shot": 20}
     options = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
     subprocess.run([sys.executable, "-m", "megaclip", "demo-data", str(folder), *options], cwd=ROOT, check=True)
     train_sentencepiece(_captions(folder / "train"), folder / "tokenizer.model", vocab_size=100, model_type="bpe")

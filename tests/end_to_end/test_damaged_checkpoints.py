@@ -24,7 +24,7 @@ from megaclip.models import ModelConfig, build_model
 from tests.end_to_end.training_runs import DS_CONFIG, MODEL, WORLD_SIZE, Finished, flags, run_in_ranks, scalars
 from tests.pretrained import load_pretrained
 
-STEPS, EVERY, LAST = 8, 2, 6
+STEPS, EVERY, LAST = 4, 1, 3
 SCHEDULE = {"train_steps": STEPS, "save_every_steps": EVERY, "keep_last": 9}
 TAGS = {step: f"step_{step:08d}" for step in range(EVERY, STEPS + 1, EVERY)}
 MODEL_FILE, OPTIMIZER_FILE = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -70,7 +70,7 @@ TRIALS = {
     "a flipped bit": Trial(lambda folder: flip_a_bit(folder / TAGS[LAST] / OPTIMIZER_FILE), AUTO, exit_code=0),
     "back to an earlier step": Trial(
         lambda folder: None,
-        {"resume": f"COPY/checkpoints/{TAGS[2]}", "keep_last": 1, "stop_after_steps": 4},
+        {"resume": f"COPY/checkpoints/{TAGS[1]}", "keep_last": 1, "stop_after_steps": 2},
         exit_code=0,
     ),
     "code": Trial(lambda folder: plant_code(folder / TAGS[LAST] / MODEL_FILE), AUTO),
@@ -115,8 +115,8 @@ def test_every_rank_ends_in_the_same_way_without_a_traceback(ends, name):
 def test_a_damaged_checkpoint_is_skipped_and_the_losses_are_the_same(ends, root):
     output = ends["a flipped bit"][0].output
     assert f"{TAGS[LAST]} is damaged, trying the previous one: {OPTIMIZER_FILE} has changed" in output
-    assert f"{TAGS[4]} at step 4" in output
-    expected = {step: loss for step, loss in scalars(root / "whole")["train/loss"].items() if step > 4}
+    assert f"{TAGS[2]} at step 2" in output
+    expected = {step: loss for step, loss in scalars(root / "whole")["train/loss"].items() if step > 2}
     assert scalars(root / "a flipped bit")["train/loss"] == expected
     for tag in TAGS.values():  # the damaged checkpoint was written again
         assert manifest.find_damage(root / "a flipped bit" / "checkpoints" / tag) == []
@@ -126,8 +126,8 @@ def test_a_run_that_goes_back_keeps_the_later_checkpoints(ends, root):
     folder = root / "back to an earlier step" / "checkpoints"
     assert "are kept until you delete them" in ends["back to an earlier step"][0].output
     whole = {path.name for path in folder.glob("step_*") if manifest.find_damage(path) == []}
-    assert whole == {TAGS[2], TAGS[4], f"{TAGS[4]}.old1", TAGS[6]}
-    assert search.run_of(folder, TAGS[6]) == search.run_of(folder, f"{TAGS[4]}.old1") != search.run_of(folder, TAGS[4])
+    assert whole == {TAGS[1], TAGS[2], f"{TAGS[2]}.old1", TAGS[3]}
+    assert search.run_of(folder, TAGS[3]) == search.run_of(folder, f"{TAGS[2]}.old1") != search.run_of(folder, TAGS[2])
 
 
 @pytest.mark.parametrize("name", [name for name in TRIALS if name.startswith("code")])

@@ -15,7 +15,7 @@ from tests.distributed.harness import run_ranks
 from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, run_here
 
 CASES = {
-    "fewer shards": ("--train-data differs", "256 samples", "192 samples"),
+    "fewer shards": ("--train-data differs", "128 samples", "96 samples"),
     "evaluation on one rank": ("--val-data differs", "32 samples", "no data"),
     "other ds_config": ("--deepspeed_config differs", "checksum"),
     "longer run": ("--train-steps differs", "2 on rank 0", "3 on rank 1"),

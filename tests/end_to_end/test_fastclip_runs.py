@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from megaclip.checkpoint.saved_states import consolidated_weights
+from tests.end_to_end.conftest import TRAINING_SCENES
 from tests.end_to_end.training_runs import flags, run_in_ranks, scalars
 from tests.tolerances import WRITTEN, assert_close
 
-STEPS, SAVED = 10, 4  # an epoch has 8 steps, so the second part uses samples again
+STEPS, SAVED = 6, 3  # an epoch has 4 steps, so the second part uses samples again
 FASTCLIP = {
     "fastclip_v3": {"temperature_learning_rate": 0.01, "gamma_epochs": 2},
     "isogclr": {"temperature_learning_rate": 0.01, "temperature": 0.05, "rho": 7.0},
@@ -72,7 +73,7 @@ def test_the_state_of_both_runs_is_equal_and_complete(runs: Path, loss: str) -> 
         ]
         assert torch.equal(parts[0].nan_to_num(), parts[1].nan_to_num())
         seen += int((~parts[0][:, 0].isnan()).sum())
-    assert seen == 256  # every scene was used
+    assert seen == TRAINING_SCENES  # every scene was used
 
 
 def test_the_exported_logit_scale_is_the_temperature_of_the_loss(runs: Path) -> None:

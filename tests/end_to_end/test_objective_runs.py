@@ -53,7 +53,8 @@ def settings(path: Path, objective: str | None, stage: int = 1, loss: str = "cli
 
 def test_objectives_train_resume_and_export(tiny_run, tmp_path, monkeypatch):
     data = with_fields(tiny_run / "train", tmp_path / "data")
-    shared = {"train_data": data, "train_steps": 4, "save_every_steps": 2, "keep_last": 9, "log_every_n_steps": 1}
+    short = {"train_data": data, "train_steps": 1}
+    shared = {"train_data": data, "train_steps": 4, "save_every_steps": 2, "keep_last": 9}
     score = [settings(tmp_path / f"score{stage}.json", f"{EXAMPLES / 'score.py'}:Score", stage) for stage in (1, 3)]
     margin = settings(tmp_path / "margin.json", f"{EXAMPLES / 'margin.py'}:Margin", margin=0.9)
     mirrored = settings(tmp_path / "mirrored.json", f"{EXAMPLES / 'mirrored.py'}:Mirrored", 3, "fastclip_v3")
@@ -70,10 +71,10 @@ def test_objectives_train_resume_and_export(tiny_run, tmp_path, monkeypatch):
         "score": flags(tiny_run, score[0], tmp_path, name="score", **shared),
         "resumed": flags(tiny_run, score[0], tmp_path, name="resumed", resume=second, **shared),
         "zero3": flags(tiny_run, score[1], tmp_path, name="zero3", resume=second, **shared),
-        "margin": flags(tiny_run, margin, tmp_path, name="margin", **shared),
-        "mirrored": flags(tiny_run, mirrored, tmp_path, name="mirrored", **shared),
-        "live": flags(tiny_run, live, tmp_path, name="live", **shared),
-        "stored": flags(tiny_run, stored, tmp_path, name="stored", **shared),
+        "margin": flags(tiny_run, margin, tmp_path, name="margin", **short),
+        "mirrored": flags(tiny_run, mirrored, tmp_path, name="mirrored", **short),
+        "live": flags(tiny_run, live, tmp_path, name="live", **short),
+        "stored": flags(tiny_run, stored, tmp_path, name="stored", **short),
         "without": flags(tiny_run, settings(tmp_path / "no.json", None), tmp_path, name="no", resume=second, **shared),
     }
     outcomes = dict(zip(commands, run_in_ranks(list(commands.values())), strict=True))

@@ -9,7 +9,7 @@ import pytest
 from tests.end_to_end.training_runs import DS_CONFIG, flags, run_by_name, scalars
 from tests.unit.data.web_server import serving
 
-STEPS, SAVED = 10, 5  # an epoch has 8 steps
+STEPS, SAVED = 5, 3  # an epoch has 4 steps
 SIGNATURE = "c0ffee"
 
 

@@ -14,19 +14,18 @@ import pytest
 
 from megaclip.commands import export_open_clip
 from megaclip.config import load_training_config
+from tests.end_to_end.conftest import TRAINING_SCENES
 from tests.end_to_end.training_runs import ROOT, WORLD_SIZE, Finished, flags, launch, run_in_ranks, scalars
 from tests.tolerances import EXPORT, assert_close
 
 RICHEST = ROOT / "ds_configs/zero3_offload.json"
 OTHERS = sorted(set((ROOT / "ds_configs").glob("*.json")) - {RICHEST})
-MOST_SAMPLES = 256
-"""Number of samples of the tiny run."""
 
 
 def small_copy(path: Path, folder: Path) -> Path:
     """Return the file itself or, if its batch is too large, a copy with about one pair per rank and chunk."""
     config = json.loads(path.read_text())
-    if config["train_batch_size"] <= MOST_SAMPLES:
+    if config["train_batch_size"] <= TRAINING_SCENES:
         return path
     chunks = config.get("gradient_accumulation_steps", 4)
     config["train_batch_size"] = max(16, WORLD_SIZE * chunks)
