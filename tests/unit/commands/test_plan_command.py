@@ -51,7 +51,7 @@ MISTAKES = """
 ViT-B-32 --gpus 1 --gpu h2000 --rates list.json | --gpu 'h2000' is unknown; use one of a100-40gb, a100, a800
 ViT-B-32 --gpus 1 --gpu H100 --rates list.json | --rates 'list.json' is not a file of tools/measure_rates.py
 ViT-B-32 --gpus 1 --lock-image 100 | --lock-image with 100 unlocked groups trains every parameter of the image
-RN50 --gpus 1 --lock-text 100 | --lock-text with 100 unlocked groups trains every parameter
+ViT-B-32 --gpus 1 --lock-text 100 | --lock-text with 100 unlocked groups trains every parameter
 ViT-B-32 --gpus 1 --epochs 2 | --epochs 2 requires --train-num-samples, without --train-steps; set it
 ViT-B-32 --gpus 1 --set megaclip.los=clip | ds.json --set megaclip.los=clip: unknown key megaclip.los; did you me
 ViT-B-32 --gpus 1 --batch 8 --set train_batch_size=8 | train_batch_size is set twice
@@ -88,19 +88,19 @@ def test_impossible_numbers_are_refused(run: Run, flag: str, capsys: pytest.Capt
         (
             "tensor_parallel",
             "even.json",
-            "--tensor-parallel 2",
+            "--tensor-parallel 2 --gpu-memory 4GiB",
             ["M on each of 2 tensor-parallel ranks, ZeRO-1"],
         ),
         (
             "zero3",
             "demo-tiny",
-            "--gpus 8 --batch 4096 --micro-batch 64",
+            "--gpus 8 --batch 4096 --micro-batch 64 --gpu-memory 8GiB",
             ["this run fits\nZeRO-3: ZeRO-2 fits too and is planned at "],
         ),
         (
             "zero1",
             "demo-tiny",
-            "--text-positions-saved 0.25",
+            "--text-positions-saved 0.25 --gpu-memory 8GiB",
             ["captions: 18.0 of 24 token positions on average for the step's time, and for the memory of kept graphs"],
         ),
     ],

@@ -37,7 +37,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
 def built(name: str, folder: Path) -> DualEncoder:
     """Return a float64 model in training mode, with the same values at every call: MegaCLIP's, or that of a family."""
     torch.manual_seed(0)
-    own = load_model_config("demo-tiny").replace(vision_cfg={"patch_dropout": 0.5})
+    own = load_model_config("demo-tiny").replace(vision_cfg={"patch_dropout": 0.5, "layers": 2})
     return build_model(own if name == OWN else family(name, folder)).double().train()
 
 

@@ -146,7 +146,7 @@ class _PeakBytes(TorchDispatchMode):
 
 
 def test_retrieval_takes_the_planned_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs, rows = 4096, 512
+    pairs, rows = 2048, 256
     dimensions = workload(tmp_path).model.embed_dim
 
     def encode(images: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
