@@ -43,7 +43,7 @@ def ends(tiny_run, tmp_path_factory) -> tuple[Path, dict[str, Finished]]:
     (logs / "model.json").write_text(json.dumps(MODEL | {"vision_cfg": MODEL["vision_cfg"] | {"image_size": 40}}))
     section = {"megaclip": DS_CONFIG["megaclip"] | {"data_offload": "reread"}, "zero_optimization": {"stage": 1}}
     (logs / "reread.json").write_text(json.dumps(DS_CONFIG | section))
-    common = {"model": logs / "model.json", "train_steps": STEPS}
+    common = {"model": logs / "model.json", "train_steps": STEPS, "save_every_steps": 99}
     commands = {
         f"{name} {number}": flags(tiny_run, logs / "reread.json", logs, name=name, **common, **settings)
         for name, processes in RUNS.items()
