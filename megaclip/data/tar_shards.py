@@ -194,7 +194,7 @@ class TarShards:
             with concurrent.futures.ThreadPoolExecutor(4 if self.remote is None else THREADS) as pool:
                 contents = list(pool.map(walk, self._paths))
             samples, seconds = sum(len(shard.entries) for shard in contents), time.monotonic() - began
-            _logger.info("indexed %s samples in %d shards in %.1f s", f"{samples:,}", len(contents), seconds)
+            _logger.info("indexed %s samples (tar shards: %d) in %.1f s", f"{samples:,}", len(contents), seconds)
             return _write_index(index, contents, names, sizes, fields)
 
         settings = [_FORMAT, self._image_extensions, extensions, by_content, *([fields] if fields else [])]

@@ -79,7 +79,7 @@ def report_write_errors(*, has_trained: bool = False) -> Iterator[None]:
             problem = f"cannot write to the run's folder: {error}"
             if has_trained:
                 raise MegaclipError(f"{problem}; free space or fix permissions, then use --resume auto") from error
-            raise ConfigError(f"{problem}; choose another --logs") from error
+            raise ConfigError(f"{problem}; free space or fix permissions, or choose another --logs") from error
 
 
 def write_settings(folder: Path, settings: dict[str, Any], resumed_from: Path | None) -> None:
