@@ -31,9 +31,9 @@ SAVED = {
     "zero3 locked, offloaded": Case(3, 1, offload="all", locked="below"),
 }
 SHAPES: dict[tuple[int, int], dict[str, tuple[str, int]]] = {
-    (1, 1): {"zero0": ("zero0", 0), "zero1": ("zero1", 1), "zero3 to 1": ("zero3", 1)},
-    (1, 3): {"zero1 to 3": ("zero1", 3), "zero3": ("zero3", 3), "zero2 locked": ("zero2 locked", 2)},
-    (2, 2): {"zero0": ("zero0", 0), "zero3 to 2": ("zero3", 2), "zero3 locked": ("zero3 locked, offloaded", 3)},
+    (1, 1): {"zero0": ("zero0", 0), "zero3 to 1": ("zero3", 1)},
+    (1, 3): {"zero1 to 3": ("zero1", 3), "zero2 locked": ("zero2 locked", 2)},
+    (2, 2): {"zero3 to 2": ("zero3", 2), "zero3 locked": ("zero3 locked, offloaded", 3)},
     (4, 4): {"zero0 to 3": ("zero0", 3), "zero1": ("zero1", 1), "zero2 locked to 3": ("zero2 locked", 3)},
 }
 """(tensor-parallel size, ranks) -> name -> the checkpoint and the ZeRO stage that loads it."""
@@ -99,18 +99,12 @@ def unequal(state: State, expected: State) -> list[str]:
 
 
 @pytest.mark.parametrize(("size", "ranks", "name"), EVERY)
-def test_states_are_equal_bit_for_bit(saved, loaded, size, ranks, name):
+def test_states_are_equal_bit_for_bit_and_the_next_loss_up_to_rounding(saved, loaded, size, ranks, name):
     """Both runs use the same machine."""
-    expected, _ = saved[SHAPES[size, ranks][name][0]]
+    expected, next_loss = saved[SHAPES[size, ranks][name][0]]
     for results in loaded[size, ranks]:
         assert unequal(results[name][0], expected) == []
-
-
-@pytest.mark.parametrize(("size", "ranks", "name"), EVERY)
-def test_the_next_loss_is_that_of_the_run_that_saved(saved, loaded, size, ranks, name):
-    _, expected = saved[SHAPES[size, ranks][name][0]]
-    for results in loaded[size, ranks]:
-        assert_close(results[name][1], expected, ENGINE["loss"])
+        assert_close(results[name][1], next_loss, ENGINE["loss"])
 
 
 def test_a_checkpoint_of_one_replica_loads_at_tensor_parallel_size_2(tmp_path):
