@@ -107,12 +107,7 @@ class Job:
         return found
 
 
-def start(
-    command: list[str],
-    folder: Path,
-    prepare: Prepare | None = None,
-    limit_s: float = LIMIT_S,
-) -> Job:
+def start(command: list[str], folder: Path, prepare: Prepare | None = None, limit_s: float = LIMIT_S) -> Job:
     """Start a run. folder: a new folder for the job's records."""
     folder.mkdir(parents=True)
     port = free_port()

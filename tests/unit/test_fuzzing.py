@@ -67,11 +67,7 @@ def outcomes(check: Callable[[Any], Hashable], examples: int, strategy: st.Searc
     found: Counter = Counter()
 
     @settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
+        max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(strategy)
     def run(example: Any) -> None:

@@ -242,10 +242,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "unknown and off": (changed(CONFIG, text_config__use_bias=False), "text_config.use_bias false is not known"),
     "pruned": (changed(CONFIG, text_config__pruned_heads={"0": [1]}), "text_config.pruned_heads .* is not known"),
     "dropout": (changed(CONFIG, text_config__attention_dropout=0.1), "text_config.attention_dropout 0.1: .* only 0 "),
-    "activation": (
-        changed(CONFIG, vision_config__hidden_act="relu"),
-        "vision_config.hidden_act 'relu': .* gelu",
-    ),
+    "activation": (changed(CONFIG, vision_config__hidden_act="relu"), "vision_config.hidden_act 'relu': .* gelu"),
     "two activations": (changed(CONFIG, text_config__hidden_act="gelu"), 'hidden_act "gelu": .* only "quick_gelu"'),
     "channels": (changed(CONFIG, vision_config__num_channels=1), "vision_config.num_channels 1: .* only 3 "),
     "heads": (changed(CONFIG, text_config__num_attention_heads=5), "hidden_size 32 is not a multiple .* 5"),
@@ -260,10 +257,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a text as factor": (changed(PROCESSOR, rescale_factor="1", size=32, crop_size=32), 'rescale_factor "1": '),
     "a list as processor": (changed("processor_config.json", image_processor=[1]), "image_processor is not a JSON"),
     "no scaling": (changed(PROCESSOR, rescale_factor=1, size=32, crop_size=32), "rescale_factor 1: "),
-    "margin": (
-        changed(PROCESSOR, size={"shortest_edge": 36}, crop_size=32),
-        "does not give the model's 32 x 32 ",
-    ),
+    "margin": (changed(PROCESSOR, size={"shortest_edge": 36}, crop_size=32), "does not give the model's 32 x 32 "),
     "padding": (changed(PROCESSOR, do_pad=True), "do_pad true is not known"),
     "no mean": (changed(PROCESSOR, image_mean=None, size=32, crop_size=32), "image_mean is null; expected three"),
     "one deviation": (changed(PROCESSOR, image_std=0.5, size=32, crop_size=32), "image_std is 0.5; expected three"),

@@ -138,10 +138,7 @@ def test_what_the_user_has_caused_is_one_line(monkeypatch, capfd, error, code, m
         (["trian"], "error: unknown command 'trian'; expected one of train, .*; did you mean 'train'"),
         (["launch", "trian"], "error: unknown command 'trian'; expected one of train, .*; did you mean 'train'"),
         (["models", "ViT-Z-32"], "error: unknown model 'ViT-Z-32'"),
-        (
-            ["models", "vit-b-32"],
-            "error: unknown model 'vit-b-32'; .* the nearest of which is 'ViT-B-32'; `megaclip",
-        ),
+        (["models", "vit-b-32"], "error: unknown model 'vit-b-32'; .* the nearest of which is 'ViT-B-32'; `megaclip"),
         (["tokenizer", "data.csv", "--vocab-size", "10", "--out", "t.model"], "Vocabulary size is smaller than .*char"),
         (["tokenizer", "data.csv", "--out", "data.csv/t.model"], "error: cannot write 'data.csv': File exists"),
         (

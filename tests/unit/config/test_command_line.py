@@ -12,13 +12,7 @@ import torch
 
 from examples.digits import demo
 from megaclip.config import MegaclipSection
-from megaclip.config.command_line import (
-    FASTCLIP_FLAGS,
-    OPEN_CLIP_FLAGS,
-    TrainArguments,
-    build_parser,
-    parse_arguments,
-)
+from megaclip.config.command_line import FASTCLIP_FLAGS, OPEN_CLIP_FLAGS, TrainArguments, build_parser, parse_arguments
 from megaclip.data import DATASET_TYPES
 from megaclip.data.text_tables import separator_of
 from megaclip.engine.run import main

@@ -143,10 +143,7 @@ TWO_LOCKS = "--lock-image --lock-text --lock-text-unlocked-layers"
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (
-            f"--model EXPORTED --pretrained EXPORTED {TWO_LOCKS} 0",
-            ["--lock-image and --lock-text: both towers are"],
-        ),
+        (f"--model EXPORTED --pretrained EXPORTED {TWO_LOCKS} 0", ["--lock-image and --lock-text: both towers are"]),
         (f"--model EXPORTED --pretrained EXPORTED {TWO_LOCKS} 1", []),
         ("--model EXPORTED", ["--model EXPORTED holds weights, but training starts from random ones"]),
         ("--model EXPORTED --resume EXPORTED", []),
@@ -156,10 +153,7 @@ TWO_LOCKS = "--lock-image --lock-text --lock-text-unlocked-layers"
             "--model demo-tiny --pretrained EXPORTED/open_clip_model.safetensors",
             ["--model demo-tiny has quick_gelu False, but the weights in EXPORTED were trained with True"],
         ),
-        (
-            "--model demo-tiny --set megaclip.same_ids=positive",
-            ["megaclip.same_ids 'positive' changes nothing"],
-        ),
+        ("--model demo-tiny --set megaclip.same_ids=positive", ["megaclip.same_ids 'positive' changes nothing"]),
         ("--model demo-tiny --set megaclip.same_ids=positive --id-key image", []),
     ],
 )

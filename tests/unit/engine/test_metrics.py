@@ -166,10 +166,7 @@ def test_the_first_non_finite_step_ends_a_run_with_advice_that_does_not_repeat_i
     ],
 )
 def test_the_first_step_every_tenth_step_and_at_least_one_step_per_minute_are_logged(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    step_s: float,
-    expected: list[int],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float, expected: list[int]
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now[0]))

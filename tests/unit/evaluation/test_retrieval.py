@@ -78,10 +78,7 @@ def test_features_of_other_dtypes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("image_ids", "text_image_ids", "message"),
-    [
-        ([0, 1, 1], [0, 1, 1, 0], "an id twice"),
-        ([-1, -1, -1], [-1, -1, -1, -1], "at least one image"),
-    ],
+    [([0, 1, 1], [0, 1, 1, 0], "an id twice"), ([-1, -1, -1], [-1, -1, -1, -1], "at least one image")],
 )
 def test_repeated_and_missing_images_raise(image_ids: list[int], text_image_ids: list[int], message: str) -> None:
     with pytest.raises(DataError, match=message):

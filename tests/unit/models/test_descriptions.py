@@ -85,10 +85,7 @@ DECODER = {"multimodal_cfg": {"width": 16}, "text_cfg": {**TEXT, "output_tokens"
         ({"vision_cfg": {"output_tokens": True}, **DECODER, "custom_text": False}, "custom_text false"),
         ({"vision_cfg": {"output_tokens": True}, **DECODER, "multimodal_cfg": {"context_length": 4}}, "too short"),
         ({"vision_cfg": {"output_tokens": True}, **DECODER, "multimodal_cfg": {"query": 4}}, "multimodal_cfg.query"),
-        (
-            {"vision_cfg": {"output_tokens": True}, **DECODER, "multimodal_cfg": {"context_length": "8"}},
-            "too short",
-        ),
+        ({"vision_cfg": {"output_tokens": True}, **DECODER, "multimodal_cfg": {"context_length": "8"}}, "too short"),
         ({"audio_cfg": {"width": 8}}, "audio tower"),
         ({"vision_cfg": {"timm_model_name": "naflexvit_base_patch16_gap"}}, "NaFlex"),
         ({"vision_cfg": {"timm_model_name": "x", "image_size": [32, 64]}}, "not square"),

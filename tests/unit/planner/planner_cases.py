@@ -14,11 +14,7 @@ FLAT = load_model_config("ViT-18B-14").replace(vision_cfg={"layers": 4}, text_cf
 
 
 def workload(
-    tmp_path: Path,
-    ranks: int = 8,
-    model: str | ModelDescription = "ViT-B-32",
-    settings: dict | None = None,
-    **changes,
+    tmp_path: Path, ranks: int = 8, model: str | ModelDescription = "ViT-B-32", settings: dict | None = None, **changes
 ) -> Workload:
     """Return a bf16 ZeRO-2 workload with float32 accumulation and eight chunks of 512 on each rank.
 

@@ -132,11 +132,7 @@ def test_a_sweep_that_cannot_be_drawn_is_one_error(
     ("content", "reason"), [("[]", "TypeError"), ('{"results": [{"method": "megaclip", "peak_mib": 1}]}', "KeyError")]
 )
 def test_a_file_of_another_tool_is_one_error(
-    folder: Path,
-    content: str,
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, content: str, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "other.json").write_text(content)
     assert run(plan_compare, monkeypatch, "other.json") == 1

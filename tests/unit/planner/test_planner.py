@@ -11,15 +11,7 @@ from megaclip.errors import ConfigError
 from megaclip.losses import FastClipLoss
 from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.models import meta_model
-from megaclip.planner import (
-    advice,
-    advice_beyond_settings,
-    describe,
-    faster_run,
-    largest_batch,
-    plan_memory,
-    plan_time,
-)
+from megaclip.planner import advice, advice_beyond_settings, describe, faster_run, largest_batch, plan_memory, plan_time
 from megaclip.planner.memory import resolve_auto
 from megaclip.planner.phases import graph_bytes, step_phases
 from megaclip.planner.search import _changes, fits
