@@ -18,11 +18,16 @@ import torch._dynamo
 import torch.utils.tensorboard
 
 import megaclip.engine.run
+from megaclip.data import load_tokenizer
 from megaclip.logging import get_logger
+from megaclip.models import ModelConfig
 from megaclip.open_clip_package import import_open_clip
+from megaclip.planner.tower_costs import tower_costs
+from tests.end_to_end.training_runs import MODEL
 
-# deepspeed.initialize imports this module. It calls torch.compile and so imports all of torch._inductor.
+# deepspeed.initialize imports these modules. The first one calls torch.compile and so imports all of torch._inductor.
 importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+importlib.import_module("deepspeed.module_inject.auto_ep_config")
 
 # megatron-core is left out: its import adds classes to those that torch.load accepts with weights_only.
 import_open_clip()
@@ -32,6 +37,12 @@ with contextlib.suppress(ImportError):
 # DeepSpeed's CPU optimizers query the CPU's name whenever one is built. Each query starts a process of about 1 s.
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 cpuinfo.get_cpu_info()
+
+# Before a run trains, it compares its tokenizer with CLIP's and plans its towers. A rank would need a second for that.
+load_tokenizer("clip", 24)
+_model = ModelConfig.from_dict(MODEL).replace(text_cfg={"hf_tokenizer_name": "sentencepiece", "pad_id": 0})
+for _tower in ("image", "text"):
+    tower_costs(_model, _tower, 4)
 
 # torch.manual_seed would store the stack for devices that no rank uses, which takes 5 ms in every chunk of a step.
 for _devices in (torch.cuda, torch.xpu, torch.mtia):
