@@ -15,12 +15,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._functorch.config
-import torch._inductor.config
 from torch import nn
 
 from megaclip.errors import ConfigError, first_line
 from megaclip.logging import get_logger
+from megaclip.ops.mlp import has_mlp
 
 logger = get_logger(__name__)
 
@@ -43,6 +42,10 @@ def compiled_class(kind: type[nn.Module], *, recomputes: bool = False) -> type[n
     recomputes: compute layer norms and activation functions again in the backward pass, instead of keeping their
     outputs. This applies to everything that this process compiles from now on.
     """
+    import torch._functorch.config
+    import torch._inductor.config  # the compiler takes seconds to import, and most processes compile nothing
+
+    torch.compiler.assume_constant_result(has_mlp)
     torch._inductor.config.fallback_random = True  # inductor's own numbers would differ between the cache's two passes
     name = getattr(kind, "COMPILED", "forward")
     plain = getattr(kind, name)

@@ -24,7 +24,6 @@ _HOPPER = (9, 0)
 _PRODUCTS = "megaclip.ops.mlp_quack"
 
 
-@torch.compiler.assume_constant_result
 def has_mlp(device: torch.device, dtype: torch.dtype, hidden_width: int, width: int) -> bool:
     """Return whether `mlp` runs for tensors of this kind; log the reason if it could run with another package."""
     is_half = dtype in (torch.bfloat16, torch.float16)
