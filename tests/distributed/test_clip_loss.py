@@ -114,7 +114,7 @@ def in_every_way(kind: Kind, whole: tuple[Tensor, Tensor], *scalars: Tensor, **o
 
 def check_sizes_and_dtypes() -> list[str]:
     found = []
-    for batch, embedding, tile_budget_mib in ((1, 3, 128), (5, 7, 128), (63, 16, 0.02), (70, 33, 0.005)):
+    for batch, embedding, tile_budget_mib in ((1, 3, 128), (5, 7, 128), (63, 16, 0.02), (23, 33, 0.005)):
         whole = random_batch(batch * group_size(), embedding, torch.float64)
         for scale in (torch.tensor(14.3), torch.tensor([3.0])):
             found += in_every_way(ClipLoss, whole, scale.double(), tile_budget_mib=tile_budget_mib)
