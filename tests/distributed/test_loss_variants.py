@@ -230,6 +230,6 @@ def check_errors() -> list[str]:
     return found + expect_same_error(lambda: SigLipLoss()(x, x, scale, weights=torch.ones(4)), "weights are given to")
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_equal_one_process_on_the_whole_matrix(world_size: int) -> None:
     assert run_ranks(check_cases, world_size) == [[]] * world_size

@@ -173,22 +173,22 @@ def test_a_resumed_run_takes_the_same_samples(runs):
             assert f"at step {start}" in part.end.output or rank or not start
 
 
-@pytest.mark.parametrize("folder", ["killed", SIGNALLED])
-def test_a_resumed_run_has_the_same_losses_and_weights_to_the_last_bit(runs, folder):
+def test_resumed_runs_have_the_same_losses_and_weights_to_the_last_bit(runs):
     """Bits are equal on the same machine, with the same instruction set and number of threads."""
-    if not (runs.logs / folder).exists():
-        pytest.skip("ranks stop in the same way at all ZeRO stages")
-    never, continued = scalars(runs.logs / "never"), scalars(runs.logs / folder)
-    for scalar in ("loss", "logit_scale", "learning_rate", "gradient_norm"):
-        expected = never[f"train/{scalar}"]
-        assert sorted(expected) == list(range(1, STEPS + 1))
-        assert continued[f"train/{scalar}"] == expected
-    assert len(set(never["train/loss"].values())) == STEPS
-    weights, again = (
-        consolidated_weights(runs.logs / name / "checkpoints", f"step_{STEPS:08d}") for name in ("never", folder)
-    )
-    assert weights.keys() == again.keys()
-    assert all(torch.equal(weights[key], again[key]) for key in weights)
+    steps, weights = whole(runs, "never")
+    assert len(set(steps["train/loss"].values())) == STEPS
+    for folder in ["killed", *[SIGNALLED] * ("signalled" in runs.recorded)]:
+        again, restored = whole(runs, folder)
+        for scalar in ("loss", "logit_scale", "learning_rate", "gradient_norm"):
+            expected = steps[f"train/{scalar}"]
+            assert sorted(expected) == list(range(1, STEPS + 1)) and again[f"train/{scalar}"] == expected, folder
+        assert weights.keys() == restored.keys()
+        assert all(torch.equal(weights[key], restored[key]) for key in weights), folder
+
+
+def whole(runs, folder):
+    """Return the scalars of all steps of a run, and its last weights."""
+    return scalars(runs.logs / folder), consolidated_weights(runs.logs / folder / "checkpoints", f"step_{STEPS:08d}")
 
 
 def test_the_learning_rate_warms_up_and_falls_by_half_a_cosine(runs):
