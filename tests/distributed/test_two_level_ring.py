@@ -1,6 +1,6 @@
-"""The ring on several nodes (3 x 2 and 2 x 3 ranks, set by LOCAL_WORLD_SIZE): blocks, sums and messages.
+"""The ring on several nodes (3 x 2, 2 x 3 and 2 x 2 ranks, set by LOCAL_WORLD_SIZE): blocks, sums and losses.
 
-tests/distributed/test_fastclip_loss.py tests losses on two nodes.
+tests/distributed/test_fastclip_loss.py tests the losses of FastCLIP on two nodes.
 """
 
 import os
@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from megaclip.comm import ring
-from megaclip.comm.groups import NodeGroup, by_node, resolve
+from megaclip.comm.groups import NodeGroup, by_node, group_size, resolve
+from megaclip.losses import ClipLoss, SigLipLoss
+from tests.distributed import test_clip_loss
 from tests.distributed.harness import run_ranks
+from tests.tolerances import exceeded
 
 
 def check_ring(per_node: int) -> list[tuple[int, int]]:
@@ -44,6 +47,19 @@ def check_ring(per_node: int) -> list[tuple[int, int]]:
     assert carried.home()[0].tolist() == [100.0 * ranks.size * ranks.rank + 2**ranks.size - 1]
     ring.dist.batch_isend_irecv = batch_isend_irecv
     return messages
+
+
+def check_losses() -> list[str]:
+    found = []
+    for batch, embedding in ((1, 3), (5, 7)):
+        whole = test_clip_loss.random_batch(batch * group_size(), embedding, torch.float64)
+        scale, bias = torch.tensor(9.0).double(), torch.tensor(-3.0).double()
+        for kind, scalars in ((ClipLoss, [scale]), (SigLipLoss, [scale, bias])):
+            expected = test_clip_loss.oracle(kind, *whole, *scalars)
+            for reduction in ("feature", "scalar"):
+                options = {"exchange": "ring", "reduction": reduction}
+                found += exceeded(test_clip_loss.comparisons(kind, whole, scalars, expected, **options))
+    return found
 
 
 def check_unequal_nodes() -> None:
@@ -85,3 +101,7 @@ def test_every_block_once_and_one_transfer_between_nodes_per_round(nodes: int, p
         assert sorted(abroad) == [1] * nodes + [5] * (nodes - 1)
         neighbour = node * per_node + (place + 1) % per_node
         assert {peer for peer, _ in messages} == {neighbour, (rank + per_node) % size}
+
+
+def test_losses_equal_one_process_on_the_whole_batch() -> None:
+    assert run_ranks(check_losses, 4, environment={"LOCAL_WORLD_SIZE": "2"}) == [[]] * 4

@@ -66,6 +66,17 @@ def test_compiled_mlp_equals_the_plain_one(kind: str, monkeypatch: pytest.Monkey
                 assert_close(got[name], value, TOWER_GRADIENT, f"{name}, recomputes {recomputes}")
 
 
+def test_compiled_code_asks_once_whether_the_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question imports a package and writes to the log, which no graph can contain."""
+    compilation.compiled_class(torch.nn.Linear)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setitem(sys.modules, "megaclip.ops.mlp_quack", None)
+    asks = torch.compile(
+        lambda x: x + mlp.has_mlp(torch.device("cuda"), torch.bfloat16, 8, 8), fullgraph=True, backend="eager"
+    )
+    assert asks(torch.zeros(1)) == 0
+
+
 @pytest.mark.parametrize("error", [RuntimeError("no kernel image\nmore"), torch.OutOfMemoryError("out of memory")])
 def test_a_broken_package_is_one_readable_error(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
