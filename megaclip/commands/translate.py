@@ -38,7 +38,7 @@ def main() -> None:
     arguments = parser.parse_args()
     command, notes = translate(arguments.command[arguments.command[:1] == ["--"] :], arguments.out)
     print(*notes, sep="\n", file=sys.stderr)
-    print(shlex.join(command))
+    print(re.sub(r"'([^'\"`]*\$[^'\"`]*)'", r'"\1"', shlex.join(command)))  # the shell expands variables
 
 
 def translate(words: list[str], out: Path) -> tuple[list[str], list[str]]:
@@ -84,17 +84,22 @@ def translate(words: list[str], out: Path) -> tuple[list[str], list[str]]:
 def _split(words: list[str]) -> tuple[list[str], int | None, dict[str, list[str]]]:
     """Return the words that start `megaclip train`, the number of ranks if they show it, and open_clip's flags."""
     if len(words) == 1:
-        words = shlex.split(words[0].replace("\\\n", " "))
+        lines = re.split(r"&&|\n", re.sub(r"\\[ \t]*(\n|$)", " ", words[0]))  # cd open_clip/src && torchrun ...
+        starts = [line for line in lines if re.search(r"^\s*[^\s#].*[/. ]main(\.py)?(\s|$)", line)]
+        try:
+            words = shlex.split(starts[0] if starts else " ".join(lines))
+        except ValueError as error:
+            raise ConfigError(f"the quoted command cannot be split into words: {error}") from None
     trainers = [index for index, word in enumerate(words) if re.search(r"(^|[/.])main(\.py)?$", word)]
     if not trainers and not (words and words[0].startswith("--")):
         raise ConfigError("the command has no open_clip_train.main; give open_clip's command, or only its flags")
     launcher, rest = (words[: trainers[0]], words[trainers[0] + 1 :]) if trainers else ([], words)
-    launcher = launcher[launcher.index("&&") + 1 if "&&" in launcher else 0 :]  # cd open_clip/src && torchrun ...
     while launcher[-1:] in (["-m"], ["--module"], ["--"]):
         launcher.pop()
     options, ranks = _flags(launcher), None
-    start = ["-m", "megaclip", "train"]
-    if {"torchrun", "torch.distributed.run", "torch.distributed.launch"} & {PurePath(word).name for word in launcher}:
+    names = {PurePath(word).name for word in launcher}
+    start = ["--module" if "deepspeed" in names else "-m", "megaclip", "train"]
+    if {"torchrun", "torch.distributed.run", "torch.distributed.launch"} & names:
         start = ["-m", "--", "megaclip", "train"]  # without --, torchrun takes --logs as its own --logs-specs
         counts = [options.get(flag, ["1"])[0] for flag in ("--nproc-per-node", "--nnodes")]
         ranks = math.prod(map(int, counts)) if all(count.isdecimal() for count in counts) else None

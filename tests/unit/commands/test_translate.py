@@ -134,7 +134,8 @@ def test_flags_of_both_and_flags_with_other_names_are_kept(run, monkeypatch):
 
 def test_every_flag_without_an_equivalent_is_named_with_the_reason(run):
     flags = """--train-data a.tar --train-num-samples 999 --dataset-resampled --local-loss --gather-with-grad --horovod
-        --model ViT-B-32 --remote-sync s3://b --pretrained laion2b --pretrained-image --use-bn-sync --lr_tau 1
+        --loss-dist-impl bidir --model ViT-B-32
+        --remote-sync s3://b --pretrained laion2b --pretrained-image --use-bn-sync --lr_tau 1
         --imagenet-v2 x --my-own 3 --aug-cfg color_jitter=0.1"""
     _, arguments, config, notes = translated(run, "srun python -u src/training/main.py", flags)
     named = {word.strip(":") for word in re.findall(r"^--\S+", notes, re.MULTILINE)}
@@ -145,10 +146,21 @@ def test_every_flag_without_an_equivalent_is_named_with_the_reason(run):
     assert (layout.global_batch, arguments.train_steps, arguments.epochs) == (256, None, None)
 
 
-def test_one_quoted_command_is_split_as_by_a_shell(run):
+@pytest.mark.parametrize(
+    ("command", "launcher"),
+    [
+        ("cd open_clip/src && torchrun -m open_clip_train.main FLAGS", "torchrun -m --"),
+        (
+            "# torchrun -m training.main\ncd src\ntorchrun --node_rank $RANK -m training.main FLAGS \\\n\n# end\n",
+            'torchrun --node_rank "$RANK" -m --',
+        ),
+        ("deepspeed --num_gpus 2 src/training/main.py FLAGS \\", "deepspeed --num_gpus 2 --module"),
+    ],
+)
+def test_one_quoted_command_is_split_as_by_a_shell(run, command, launcher):
     flags = "--train-data 'x y.tar' \\\n    --model=ViT-B-32 \\\n --lr 1e-3"
-    code, output, _ = run("--out", "new.json", "--", f"cd open_clip/src && torchrun -m open_clip_train.main {flags}")
-    assert not code and output.startswith("torchrun -m -- megaclip train --deepspeed_config new.json --model ViT-B-32 ")
+    code, output, _ = run("--out", "new.json", "--", command.replace("FLAGS", flags))
+    assert not code and output.startswith(f"{launcher} megaclip train --deepspeed_config new.json --model ViT-B-32 ")
     assert "'x y.tar'" in output and load_training_config("new.json").learning_rate == 1e-3
 
 
@@ -156,6 +168,7 @@ def test_one_quoted_command_is_split_as_by_a_shell(run):
     ("words", "message"),
     [
         ("", "the command has no open_clip_train.main; give open_clip's command, or only its flags"),
+        ("--name='mine", "the quoted command cannot be split into words: No closing quotation"),
         ("torchrun train.py --model RN50", "the command has no open_clip_train.main"),
         (
             "--train-data a.tar --opt timm/adan",
