@@ -21,7 +21,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from megaclip.cache.kept_graphs import MEASURED_MARGIN, free_at_peak
-from megaclip.comm.collectives import gather_integers, gather_objects, raise_on_all_ranks
+from megaclip.comm.collectives import gather_integers, gather_objects
 from megaclip.comm.groups import by_node, ranks_of_this_node, resolve
 from megaclip.comm.machine import machine_of
 from megaclip.config import MegaclipSection, TrainArguments
@@ -75,21 +75,22 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
     cluster = this_machine(dist.get_world_size(), folder, nvme_paths(requested.zero))
     if arguments.shard_cache is not None:
         cluster = _beside_shard_cache(cluster, folder, Path(arguments.shard_cache), arguments, inputs)
+    cluster = _of_all_ranks(cluster)
     chooses_way = requested.world_size > 1 and "auto" in (requested.megaclip.exchange, requested.megaclip.reduction)
     if chooses_way:
         device = torch.device(get_accelerator().current_device_name())
         cluster = replace(cluster, measured=machine_of(by_node(resolve(None)), device))
     measured = ""
-    if requested.megaclip.compile == "measure":
-        pays, compiles = compile_estimate(requested, cluster).pays, False
-        if _least(pays):  # estimates of ranks with different GPUs may differ
-            device = torch.device(get_accelerator().current_device_name())
-            compiles, measured = compiled_is_faster(requested, device)
-        elif pays:
-            measured = "the compilation takes longer than it saves on the GPU of another rank"
-        if measured:
-            requested = requested.with_megaclip(compile=compiles)
-    plan, workload = _agree(requested, cluster)
+    if requested.megaclip.compile == "measure" and compile_estimate(requested, cluster).pays:
+        device = torch.device(get_accelerator().current_device_name())
+        compiles, measured = compiled_is_faster(requested, device)
+        requested = requested.with_megaclip(compile=compiles)
+    plan = plan_memory(requested, cluster)
+    check_recomputation(requested.megaclip.selective_recompute, compiles=plan.compiles)
+    chosen = plan.workload.megaclip
+    workload = requested.with_megaclip(
+        selective_recompute=plan.recomputes, exchange=chosen.exchange, reduction=chosen.reduction
+    )
     reason = _reason_for_graphs(plan, requested.megaclip.keep_graphs, cluster)
     logger.info("%s: %s", graphs_text(plan.workload), reason)
     if chooses_way:
@@ -98,8 +99,7 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
     _log_compilation(plan, workload, cluster, measured)
     if arguments.no_plan:
         return plan
-    with raise_on_all_ranks():
-        _check_plan(plan, workload, cluster)
+    _check_plan(plan, workload, cluster)
     if faster := faster_run(workload, cluster):
         logger.warning("%s", faster)
     logger.info("%s", summary(plan, workload, cluster))
@@ -119,49 +119,26 @@ def _beside_shard_cache(
     return replace(cluster, disk=max(0.0, cluster.disk - taken))
 
 
+def _of_all_ranks(cluster: Cluster) -> Cluster:
+    """Return the machines for which all ranks plan: those of the first rank, with the least free memory of any rank.
+
+    GPUs and hosts may have different amounts of free memory and disk. From equal figures all ranks make the same plan.
+    """
+    clusters = gather_objects(cluster)
+    least = {
+        name: min(getattr(one, name) for one in clusters)
+        for name in ("gpu_memory", "gpu_total_memory", "host_memory", "disk")
+    }
+    nvme = [one.nvme for one in clusters if one.nvme is not None]
+    return replace(clusters[0], **least, nvme=min(nvme, default=None))
+
+
 def _way_text(planned: Workload, requested: MegaclipSection, cluster: Cluster) -> str:
     """Return the planned exchange and reduction as text, with the estimates of all that `requested` allows."""
     section = planned.megaclip
     allowed = planned.with_megaclip(exchange=requested.exchange, reduction=requested.reduction)
     choice, machine = choose_way_of_loss(allowed, cluster)
     return choice._replace(exchange=section.exchange, reduction=section.reduction).described(machine)
-
-
-def _agree(workload: Workload, cluster: Cluster) -> tuple[MemoryPlan, Workload]:
-    """Return a plan with the same decisions on every rank, and the workload with the settings that result in this plan.
-
-    GPUs and hosts may have different amounts of free memory, so that their own plans differ. All ranks then follow the
-    plan that needs the least memory. They recompute if any rank recomputes, exchange features in a ring if any rank
-    does, keep the smallest number of graphs, and keep images on disk if any rank does.
-
-    Raises:
-        ConfigError: on every rank, if selective_recompute cannot be used.
-    """
-    plan = plan_memory(workload, cluster)
-    with raise_on_all_ranks():
-        check_recomputation(workload.megaclip.selective_recompute, compiles=plan.compiles)
-    any_rank_recomputes = True in gather_objects(plan.recomputes)
-    if any_rank_recomputes and not plan.recomputes:
-        plan = plan_memory(workload.with_megaclip(selective_recompute=True), cluster)
-    workload = workload.with_megaclip(selective_recompute=plan.recomputes)
-    own_exchange = plan.workload.megaclip.exchange
-    exchange = "ring" if "ring" in gather_objects(own_exchange) else own_exchange
-    workload = workload.with_megaclip(exchange=exchange)
-    if exchange != own_exchange:
-        plan = plan_memory(workload, cluster)
-    # The reduction depends on the exchange and on figures that all ranks share.
-    workload = workload.with_megaclip(reduction=plan.workload.megaclip.reduction)
-    own_graph_bytes, own_graphs = plan.graph_bytes, sum(plan.workload.kept)
-    fewest_graphs = _least(own_graphs)
-    if fewest_graphs < own_graphs:
-        workload = workload.with_megaclip(keep_graphs=fewest_graphs)
-        plan = plan_memory(workload, cluster)
-    any_rank_uses_disk = "disk" in gather_objects(plan.image_place.name)
-    if any_rank_uses_disk and plan.image_place.name == "cpu":
-        workload = workload.with_megaclip(data_offload="disk")
-        plan = plan_memory(workload, cluster)
-    # `keep_more_graphs` may keep more graphs later, and the plan of a fixed number has no sizes of additional ones.
-    return replace(plan, graph_bytes=own_graph_bytes), workload
 
 
 def keep_more_graphs(plan: MemoryPlan) -> MemoryPlan:
@@ -175,16 +152,12 @@ def keep_more_graphs(plan: MemoryPlan) -> MemoryPlan:
     free, total = free_at_peak()
     # Captions of later steps may be longer, and their kept graphs larger.
     longer_captions = plan.workload.kept.text * graph_bytes(plan.workload)[1]
-    number = _least(graphs_that_fit(kept, plan.graph_bytes, free - longer_captions - MEASURED_MARGIN * total))
+    own = graphs_that_fit(kept, plan.graph_bytes, free - longer_captions - MEASURED_MARGIN * total)
+    number = min(number for (number,) in gather_integers([own]))
     if number > kept:
         plan = with_kept_graphs(plan, number)
         logger.info("%s from now on: %s of the GPU were free", graphs_text(plan.workload), format_bytes(free))
     return plan
-
-
-def _least(number: int) -> int:
-    """Return the smallest of the ranks' numbers."""
-    return min(other for (other,) in gather_integers([number]))
 
 
 def _reason_for_graphs(plan: MemoryPlan, setting: int | str, cluster: Cluster) -> str:

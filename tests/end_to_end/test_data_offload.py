@@ -18,6 +18,7 @@ import pytest
 
 from megaclip.data.reading import EvaluationReader, TrainReader
 from megaclip.data.workers import shared_pixels
+from megaclip.engine import preflight
 from megaclip.errors import DataError
 from megaclip.planner import Cluster
 from megaclip.step import sample_store
@@ -84,7 +85,7 @@ def misbehave(patch: pytest.MonkeyPatch, name: str) -> None:
         return shared_pixels(shape, file)
 
     def little_memory() -> None:
-        patch.setattr(Cluster, "usable_host_memory", 0.0)
+        patch.setattr(preflight, "free_host_memory", lambda: 0)
         patch.setattr(sample_store, "shared_pixels", no_memory)
 
     def no_room() -> None:
