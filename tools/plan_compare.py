@@ -83,7 +83,7 @@ def _compare_row(row: dict[str, Any], cluster: Cluster) -> int:
     name = f"{Path(row['model']).stem} B={workload.batch.global_batch} W={row['world_size']} ZeRO-{workload.zero.stage}"
     name += f" {workload.batch.micro_batch}/{workload.batch.text_micro_batch}"
     name += " checkpointing" if workload.checkpointing else ""
-    name += " offload" if workload.offload_optimizer != "none" else ""
+    name += " offload" if workload.offloads_optimizer else ""
     name += f" tensor-parallel size {workload.tensor_ranks}" if workload.tensor_ranks > 1 else ""
     kept = sum(workload.kept)
     name += f" keep {kept}" if kept and workload.backward_passes > 1 else ""

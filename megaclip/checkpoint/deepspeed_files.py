@@ -154,7 +154,7 @@ def save_with(files: CheckedFiles, engine: DeepSpeedEngine, folder: Path, tag: s
     """Save parameters and optimizer state as `tag` in `folder`. All ranks must call it: it contains collectives.
 
     Raises:
-        OSError: DeepSpeed could not copy its scripts or offloaded tensors. The collectives have run nevertheless.
+        OSError: DeepSpeed could not copy its scripts. The collectives have run nevertheless.
     """
     own = engine.checkpoint_engine
     engine.checkpoint_engine = files

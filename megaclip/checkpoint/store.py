@@ -24,7 +24,7 @@ from deepspeed import DeepSpeedEngine
 
 from megaclip.checkpoint import manifest
 from megaclip.checkpoint.deepspeed_files import CheckedFiles, joint_epilogue, load_with, loading, read_file, save_with
-from megaclip.checkpoint.durable import FileRecord, checksum, make_folders, sync_files
+from megaclip.checkpoint.durable import FileRecord, checksum, make_folders
 from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.search import (
     LATEST,
@@ -47,8 +47,6 @@ logger = get_logger(__name__)
 LOSS_STATE = "loss_rank_"
 _STATE_FORMAT = 2
 """Value of "format" in state.json."""
-OFFLOADED = "offloaded_tensors"
-"""Folder in a checkpoint to which DeepSpeed copies optimizer states from NVMe, in one subfolder per rank."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +134,6 @@ def finish_rank(target: Target, files: CheckedFiles) -> dict[str, FileRecord]:
         raise files.error
     checkpoint = target.folder / target.tag
     records = {path.relative_to(checkpoint).as_posix(): record for path, record in files.records.items()}
-    offloaded = checkpoint / OFFLOADED
-    if offloaded.is_dir():
-        own_part = f"{OFFLOADED}/rank{group_rank():02d}"
-        records |= {f"{own_part}/{name}": record for name, record in sync_files(checkpoint / own_part).items()}
-        sync_folder(offloaded)
     sync_folder(checkpoint)
     return records
 

@@ -31,7 +31,7 @@ from megaclip.planner.cluster import gpu_preset, parse_size
 from megaclip.planner.compile_estimate import check_recomputation, compile_estimate
 from megaclip.planner.report import data_text, graphs_text, loss_table, memory_table, micro_batch_table, time_table
 from megaclip.planner.search import micro_batches
-from megaclip.planner.workload import EvaluationSets, nvme_paths
+from megaclip.planner.workload import EvaluationSets
 from megaclip.step.layout import cuts_captions
 
 _MOST_GPUS = 16
@@ -91,7 +91,7 @@ def _clusters_like_this(arguments: argparse.Namespace, config: TrainingConfig) -
     here = torch.cuda.device_count()
     if here and (arguments.gpus or 0) > here:
         raise ConfigError(f"--gpus {arguments.gpus}: this machine has {here}; use --gpu instead of --here for another")
-    cluster = this_machine(arguments.gpus or max(1, here), Path.cwd(), nvme_paths(config.zero))
+    cluster = this_machine(arguments.gpus or max(1, here), Path.cwd())
     rates = Rates.read(arguments.rates, cluster.rates) if arguments.rates else cluster.rates
     links = ("link", "network")
     given = {name: parse_size(value, f"--{name}") for name in links if (value := getattr(arguments, name)) is not None}

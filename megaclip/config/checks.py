@@ -31,6 +31,7 @@ _REFUSED = {
     "amp": "mixed precision is set by bf16; use bf16",
     "torch_autocast": "mixed precision is set by bf16; use bf16",
     "pipeline": "pipeline parallelism is not supported; use ZeRO-3",
+    "aio": 'it is for offload to disks, which is not supported; leave it out, and use the device "cpu"',
     "prescale_gradients": "it changes the gradient scale under ZeRO; leave it out",
     "gradient_predivide_factor": "it changes the gradient scale under ZeRO; leave it out",
     "gradient_allreduce_op": "gradients are always averaged over ranks; leave it out",
@@ -261,21 +262,8 @@ def _check_zero(config: DsConfig, values: dict[str, Any]) -> None:
         setting = f"zero_optimization.{name}"
         if section is not None and section.device == "none":
             raise ConfigError(f'{setting}.device is "none"; leave the section {setting} out')
-        if section is None or section.device != "nvme":
-            continue
-        if zero.stage != 3:
-            raise ConfigError(
-                f'{setting}.device is "nvme", which DeepSpeed replaces by "cpu" at stage {zero.stage}; write "cpu", or '
-                "use zero_optimization.stage 3"
-            )
-        if not values.get(f"{setting}.nvme_path"):
-            raise ConfigError(f'{setting}.device "nvme" requires {setting}.nvme_path; set it to a folder on that disk')
-    devices = [section.device for section in (zero.offload_optimizer, zero.offload_param) if section is not None]
-    if "aio" in values and "nvme" not in devices:
-        raise ConfigError(
-            "aio has no effect without offload to a disk; leave it out, or set the device of "
-            "zero_optimization.offload_optimizer or offload_param to 'nvme'"
-        )
+        if section is not None and section.device == "nvme":
+            raise ConfigError(f'{setting}.device is "nvme", and offload to disks is not supported; use "cpu"')
 
 
 def _check_precision(config: DsConfig, values: dict[str, Any]) -> None:
@@ -314,12 +302,6 @@ def _check_megaclip(config: DsConfig) -> None:
         )
     if section.coalesce_gradient_reduction and zero.stage == 0:
         raise ConfigError("megaclip.coalesce_gradient_reduction has no effect at stage 0; use ZeRO stage 1, 2 or 3")
-    offload = zero.offload_optimizer
-    if section.ema_decay is not None and offload is not None and offload.device == "nvme":
-        raise ConfigError(
-            "megaclip.ema_decay cannot be used with zero_optimization.offload_optimizer.device 'nvme': the average "
-            'reads all masters in every step; use "cpu"'
-        )
     if section.layer_norm != "torch" and (name := _setting_that_compiles(section)):
         raise ConfigError(
             f"{name} true cannot be used with megaclip.layer_norm {section.layer_norm!r}: torch.compile does "

@@ -51,15 +51,6 @@ class ActivationCheckpointing(_Strict):
     cpu_checkpointing: bool = False
 
 
-class _Aio(_Strict):
-    block_size: Positive = 2**20
-    queue_depth: Positive = 8
-    intra_op_parallelism: Positive = 1
-    single_submit: bool = False
-    overlap_events: bool = True
-    use_gds: bool = False
-
-
 class _FlopsProfiler(_Strict):
     enabled: bool = False
     recompute_fwd_factor: float = 0.0
@@ -97,7 +88,6 @@ class DsConfig(_Strict):
     communication_data_type: Annotated[Literal["fp32", "fp16", "bf16"] | None, BeforeValidator(_lower_case)] = None
     zero_optimization: DeepSpeedZeroConfig = Field(default_factory=DeepSpeedZeroConfig)
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
-    aio: _Aio = _Aio()
 
     comms_logger: CommsLoggerConfig = Field(default_factory=CommsLoggerConfig)
     flops_profiler: _FlopsProfiler = _FlopsProfiler()

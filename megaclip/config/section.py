@@ -97,8 +97,7 @@ class MegaclipSection(LossSettings):
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     """Decay of an exponential moving average of the trained weights, which checkpoints hold beside the weights
     themselves. `megaclip export --ema` and `megaclip evaluate --ema` read it. It takes 4 bytes per trained parameter,
-    divided among ranks like the optimizer states. It excludes offload_optimizer with device "nvme". Default: no
-    average."""
+    divided among ranks like the optimizer states. Default: no average."""
 
     lora: LoraSettings | None = None
     """Train adapters instead of the weights: the section "lora" (docs/fine_tuning.md). All other parameters are frozen,

@@ -46,7 +46,7 @@ from megaclip.planner.compile_estimate import check_recomputation, compile_estim
 from megaclip.planner.memory import choose_way_of_loss, store_bytes, with_kept_graphs
 from megaclip.planner.phases import graph_bytes
 from megaclip.planner.report import graphs_text, summary
-from megaclip.planner.workload import EvaluationSets, nvme_paths
+from megaclip.planner.workload import EvaluationSets
 from megaclip.step.layout import graphs_that_fit
 
 logger = get_logger(__name__)
@@ -72,7 +72,7 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
             inputs.config.megaclip.objective,
         )
     folder = Path(arguments.data_offload_dir or arguments.logs)
-    cluster = this_machine(dist.get_world_size(), folder, nvme_paths(requested.zero))
+    cluster = this_machine(dist.get_world_size(), folder)
     if arguments.shard_cache is not None:
         cluster = _beside_shard_cache(cluster, folder, Path(arguments.shard_cache), arguments, inputs)
     cluster = _of_all_ranks(cluster)
@@ -267,20 +267,16 @@ def workload_of(arguments: TrainArguments, inputs: Inputs, world_size: int) -> W
     )
 
 
-def this_machine(world_size: int, folder: Path, nvme_paths: list[Path]) -> Cluster:
+def this_machine(world_size: int, folder: Path) -> Cluster:
     """Return the hosts of a run, which are assumed to be like this one.
 
     Args:
         world_size: ranks of the run.
         folder: the folder of the step store. It may not exist yet.
-        nvme_paths: the folders that ZeRO-3 offloads to. If they are on other disks, the disk with the fewest free bytes
-            counts.
     """
     gpu = get_accelerator().device_name() == "cuda"
     on_host = min(world_size, torch.cuda.device_count()) if gpu else world_size
     on_host = min(world_size, ranks_of_this_node() or on_host)
-    existing = _existing(folder)
-    others = [path for path in map(_existing, nvme_paths) if path.stat().st_dev != existing.stat().st_dev]
     free, total = torch.cuda.mem_get_info() if gpu else (0, 0)
     name = _preset(torch.cuda.get_device_name()) if gpu else "cpu"
     return replace(
@@ -288,8 +284,7 @@ def this_machine(world_size: int, folder: Path, nvme_paths: list[Path]) -> Clust
         gpu_memory=float(free),
         gpu_total_memory=float(total),
         host_memory=float(free_host_memory()),
-        disk=float(shutil.disk_usage(existing).free),
-        nvme=min((float(shutil.disk_usage(path).free) for path in others), default=None),
+        disk=float(shutil.disk_usage(_existing(folder)).free),
     )
 
 

@@ -13,7 +13,6 @@ from megaclip.checkpoint.model_card import remove_earlier_files, write_model_car
 from megaclip.checkpoint.open_clip_weights import assigned_model, write_tensors
 from megaclip.checkpoint.saved_states import SavedStates, read_model
 from megaclip.checkpoint.search import LOCKED_WEIGHTS, MODEL_CARD, locate_model, require_whole_model
-from megaclip.checkpoint.store import OFFLOADED
 from megaclip.checkpoint.weight_files import read_tensors
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.data import ImageTransform, Tokenizer
@@ -85,7 +84,7 @@ def locked_weights(step: Path, folder: Path, names: list[str], *, bf16: bool) ->
         raise CheckpointError(f"{card} is damaged: {damaged[0]}; restore the file from a copy")
     if (card / LOCKED_WEIGHTS).is_file():
         return None if card.resolve() == folder.resolve() else read_tensors(card / LOCKED_WEIGHTS)
-    if not bf16 or (step / OFFLOADED).exists():
+    if not bf16:
         return {}
     return SavedStates.open(step).float32_weights(names)
 

@@ -85,8 +85,6 @@ class Cluster:
     disk: float
     """Bytes that are free on the disk of the step store."""
     rates: Rates
-    nvme: float | None = None
-    """Bytes that are free on the disk that ZeRO-3 offloads to, if that is another disk."""
     cores: int | None = None
     """CPU cores of a host. None: a core for each loader process."""
     measured: Machine | None = None
@@ -144,11 +142,6 @@ class Cluster:
     def usable_disk(self) -> float:
         """Bytes of disk that a plan may use for the step store."""
         return self.disk * HOST_MARGIN
-
-    @property
-    def usable_nvme(self) -> float | None:
-        """Bytes of `nvme` that a plan may use."""
-        return None if self.nvme is None else self.nvme * HOST_MARGIN
 
 
 def _preset(product: float, memory: float, link: float, host_to_device: float, share: float = MEMORY_SHARE) -> Rates:

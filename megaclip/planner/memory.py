@@ -75,8 +75,6 @@ class MemoryPlan:
     """Bytes of each phase on top of the states."""
     cpu: dict[str, float]
     disk: dict[str, float]
-    nvme: dict[str, float]
-    """Bytes that ZeRO-3 offloads to disk."""
     image_place: ImagePlace
     """Place where a step's images are kept, in the plan and in the run."""
     embeddings_on_cpu: bool
@@ -106,18 +104,13 @@ class MemoryPlan:
 
     @property
     def disk_peak(self) -> float:
-        return sum(self.disk.values()) + sum(self.nvme.values())
+        return sum(self.disk.values())
 
     def needs(self, cluster: Cluster) -> list[tuple[str, float, float]]:
         """Return each limit of a GPU or a host in words, the planned bytes and the usable bytes."""
-        needs = [("a host", self.cpu_peak, cluster.usable_host_memory)]
-        if cluster.usable_nvme is None:
-            needs.append(("disk", self.disk_peak, cluster.usable_disk))
-        else:
-            needs.append(("disk", sum(self.disk.values()), cluster.usable_disk))
-            needs.append(("disk at nvme_path", sum(self.nvme.values()), cluster.usable_nvme))
         gpu = [("a GPU", self.gpu_peak, cluster.usable_gpu_memory)] if cluster.gpu_memory else []
-        return gpu + needs
+        host = ("a host", self.cpu_peak, cluster.usable_host_memory)
+        return [*gpu, host, ("disk", self.disk_peak, cluster.usable_disk)]
 
 
 def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
@@ -132,14 +125,13 @@ def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
     if not cluster.gpu_memory:
         cpu["model and step"] = ranks * _gpu_peak(gpu, phases)
     disk: dict[str, float] = {}
-    nvme = {name: size * ranks for name, size in states.disk.items()}
     images = ranks * store_bytes(workload)
     place = place_images(
         workload.megaclip.data_offload,
         encoded_again=workload.encoded_again[0],
         nbytes=images,
         host_memory=cluster.usable_host_memory - sum(cpu.values()),
-        disk=cluster.usable_disk - (sum(nvme.values()) if cluster.nvme is None else 0.0),
+        disk=cluster.usable_disk,
     )
     if place.keeps:
         (cpu if place.name == "cpu" else disk)["step store"] = images
@@ -153,7 +145,6 @@ def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
         phases,
         cpu,
         disk,
-        nvme,
         place,
         embeddings_on_cpu=section.embeddings_offload is True,
         compiles=section.compile is True,

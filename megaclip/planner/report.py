@@ -53,8 +53,8 @@ def memory_table(plan: MemoryPlan, cluster: Cluster) -> str:
     lines += ["", f"{'PEAK per GPU':40}{format_bytes(plan.gpu_peak):>12}"]
     lines += ["", f"{'per host':40}{'CPU':>12}", *_rows(plan.cpu)]
     lines.append(f"{'  together':40}{format_bytes(plan.cpu_peak):>12}   of {format_bytes(cluster.usable_host_memory)}")
-    if plan.disk or plan.nvme:
-        lines += ["", f"{'per host':40}{'disk':>12}", *_rows(plan.disk), *_rows(plan.nvme)]
+    if plan.disk:
+        lines += ["", f"{'per host':40}{'disk':>12}", *_rows(plan.disk)]
     return "\n".join(lines)
 
 
@@ -81,7 +81,6 @@ def time_table(step: StepTime, cluster: Cluster) -> str:
         "ZeRO-3's host work (behind the towers)": step.host,
         "  of it beyond the towers": step.host_wait,
         "offload between host and GPU": step.offload,
-        "offload between host and disk": step.swap,
         "update": step.update,
     }
     lines = [

@@ -182,10 +182,10 @@ def _changes(workload: Workload) -> Iterator[tuple[str, str, Workload]]:
     for stage in range(max(zero.stage, 1) + 1, 4) if splits else ():
         setting = f'"zero_optimization": {{"stage": {stage}}}{"" if zero.stage else permission}'
         yield "stage", setting, workload.with_zero(stage=stage)
-    if zero.stage > 0 and workload.offload_optimizer == "none" and can_be_offloaded(workload.optimizer):
+    if zero.stage > 0 and not workload.offloads_optimizer and can_be_offloaded(workload.optimizer):
         changed = workload.with_zero(offload_optimizer=DeepSpeedZeroOffloadOptimizerConfig(device="cpu"))
         yield "optimizer", '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}', changed
-    if zero.stage == 3 and workload.offload_parameters == "none":
+    if zero.stage == 3 and not workload.offloads_parameters:
         changed = workload.with_zero(offload_param=DeepSpeedZeroOffloadParamConfig(device="cpu"))
         yield "parameters", '"zero_optimization": {"offload_param": {"device": "cpu"}}', changed
     if workload.world_size > 1 and section.exchange != "ring":

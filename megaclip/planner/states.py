@@ -1,4 +1,4 @@
-"""Bytes of parameters, gradients and optimizer states on each rank: on the GPU, in host memory and on disk.
+"""Bytes of parameters, gradients and optimizer states on each rank: on the GPU and in host memory.
 
 The formulas follow DeepSpeed 0.19's `runtime/zero/stage_1_and_2.py` and `stage3.py`. N is the number of trained
 parameters on one rank, W the number of replicas, which without tensor parallelism is the number of ranks. In float32
@@ -18,9 +18,6 @@ are updated.
   (DeepSpeed).
 * Offload moves master, states and the step's float32 gradients to host memory, and at stage 3 the working copy too.
   Gradients that accumulate move there at stage 3, and at stage 2 if they accumulate in the working dtype.
-* Offload to disk ("nvme", stage 3) moves the same, except the gradients that accumulate and `max_in_cpu` parameters of
-  each rank. Host memory then holds `buffer_count` buffers: of a whole sub-group for states, of `buffer_size` elements
-  for parameters.
 """
 
 from dataclasses import dataclass, field
@@ -35,7 +32,6 @@ class States:
 
     gpu: dict[str, float] = field(default_factory=dict)
     cpu: dict[str, float] = field(default_factory=dict)
-    disk: dict[str, float] = field(default_factory=dict)
     bucket: float = 0.0
     """Bytes of the reduce bucket on the GPU that exist during backward passes only."""
     reduction: float = 0.0
@@ -63,7 +59,7 @@ def reduced_gradient_bytes(workload: Workload, whole: int) -> float:
         return 0  # at stage 3 they are part of the states
     if zero.stage < 2:
         return whole * (workload.gradient_bytes if zero.stage else workload.compute_bytes)
-    if workload.offload_optimizer != "none" and workload.gradient_bytes == workload.compute_bytes:
+    if workload.offloads_optimizer and workload.gradient_bytes == workload.compute_bytes:
         return 0  # in host memory
     return workload.trained / workload.replicas * workload.gradient_bytes
 
@@ -71,14 +67,11 @@ def reduced_gradient_bytes(workload: Workload, whole: int) -> float:
 def updated_gradient_bytes(workload: Workload) -> float:
     """Return the bytes on the GPU of the reduced gradients at the update. Stage 1 frees those of other ranks first."""
     reduced = reduced_gradient_bytes(workload, workload.trained)
-    return reduced / workload.replicas if workload.zero.stage == 1 and workload.offload_optimizer == "none" else reduced
+    return reduced / workload.replicas if workload.zero.stage == 1 and not workload.offloads_optimizer else reduced
 
 
 def checkpoint_bytes(workload: Workload) -> tuple[float, float]:
-    """Return the bytes of the tensors that a rank saves, and those that each rank of the first replica saves besides.
-
-    States that are on disk (NVMe) are copied from file to file and do not count.
-    """
+    """Return the bytes of the tensors that a rank saves, and those that ranks of the first replica save besides."""
     part = workload.trained / workload.replicas
     trained = part * (4 + workload.optimizer_state_bytes)
     total = workload.total if workload.megaclip.lora is None else workload.trained  # not the weights below adapters
@@ -87,7 +80,7 @@ def checkpoint_bytes(workload: Workload) -> tuple[float, float]:
     if workload.zero.stage < 3:
         return trained, total * workload.compute_bytes
     frozen = (total - workload.trained) / workload.replicas * workload.compute_bytes
-    return frozen + (0.0 if workload.offload_optimizer == "nvme" else trained), 0.0
+    return frozen + trained, 0.0
 
 
 def _stages_0_to_2(workload: Workload) -> States:
@@ -100,13 +93,13 @@ def _stages_0_to_2(workload: Workload) -> States:
             states.reduction = min(workload.trained, 5e8) * workload.compute_bytes
         return states
     is_reduced = replicas > 1 or workload.gradient_bytes != workload.compute_bytes  # see zero/update.py
-    if (zero.contiguous_gradients and is_reduced) or workload.offload_optimizer != "none":
+    if (zero.contiguous_gradients and is_reduced) or workload.offloads_optimizer:
         states.bucket = zero.reduce_bucket_size * workload.compute_bytes * (2 if zero.overlap_comm else 1)
     filled = min(zero.reduce_bucket_size, workload.trained)
     states.reduction = filled * workload.compute_bytes
     if workload.coalesces:
         states.reduction += part * workload.gradient_bytes
-    if workload.offload_optimizer != "none":
+    if workload.offloads_optimizer:
         states.cpu["master parameters"] = part * (4 + workload.compute_bytes)
         states.cpu["optimizer states"] = part * workload.optimizer_state_bytes
         states.cpu["gradients"] = part * 4
@@ -139,22 +132,14 @@ def _stage_3(workload: Workload) -> States:
         if size <= zero.param_persistence_threshold
     )
     shares = workload.total / replicas * workload.compute_bytes
-    if workload.offload_parameters == "none":
-        states.gpu["parameters"] = shares
-    elif workload.offload_parameters == "cpu":
-        states.cpu["parameters"] = shares
-    else:
-        states.disk["parameters"] = parameters_on_disk(workload)
-        states.cpu["parameters"] = shares - states.disk["parameters"]
-        buffers = zero.offload_param.buffer_count * zero.offload_param.buffer_size
-        states.cpu["parameter buffers"] = buffers * workload.compute_bytes
+    (states.cpu if workload.offloads_parameters else states.gpu)["parameters"] = shares
     if replicas > 1:
         states.gpu["whole small parameters"] = persistent * workload.compute_bytes
     states.gpu["reduce bucket"] = zero.reduce_bucket_size * workload.compute_bytes if zero.contiguous_gradients else 0.0
     filled = min(zero.reduce_bucket_size, workload.trained)
     states.reduction = filled * (workload.compute_bytes + workload.gradient_bytes / replicas)
     accumulated = part * workload.gradient_bytes
-    if workload.offload_optimizer == "none":
+    if not workload.offloads_optimizer:
         states.gpu["gradients"] = accumulated
         states.gpu["master parameters"] = part * 4
         states.gpu["optimizer states"] = part * workload.optimizer_state_bytes
@@ -163,22 +148,10 @@ def _stage_3(workload: Workload) -> States:
         stepping = group * (4 + workload.optimizer_temporary_bytes)
         states.update = max(joining, stepping)
         return states
-    states.cpu["gradients"] = accumulated
-    place = states.disk if workload.offload_optimizer == "nvme" else states.cpu
-    place["master parameters"] = part * 4
-    place["optimizer states"] = part * workload.optimizer_state_bytes
-    place["gradients"] = place.get("gradients", 0.0) + part * 4
-    if workload.offload_optimizer == "nvme":
-        states.cpu["optimizer buffers"] = zero.offload_optimizer.buffer_count * min(part, zero.sub_group_size) * 4
+    states.cpu["gradients"] = accumulated + part * 4
+    states.cpu["master parameters"] = part * 4
+    states.cpu["optimizer states"] = part * workload.optimizer_state_bytes
     return states
-
-
-def parameters_on_disk(workload: Workload) -> float:
-    """Return the bytes of one rank's share of the working copy that are on disk."""
-    if workload.offload_parameters != "nvme":
-        return 0.0
-    share = workload.total / workload.replicas
-    return max(0.0, share - workload.zero.offload_param.max_in_cpu) * workload.compute_bytes
 
 
 def reduction_under_way(workload: Workload, states: States, tower: Parameters, activations: float) -> float:
@@ -196,7 +169,7 @@ def gathered_bytes(workload: Workload, tower: Parameters, *, other: Parameters |
     other: the other tower, if it takes part in a backward pass.
     """
     zero = workload.zero
-    if zero.stage != 3 or (workload.replicas == 1 and workload.offload_parameters == "none"):
+    if zero.stage != 3 or (workload.replicas == 1 and not workload.offloads_parameters):
         return 0
     if workload.encodes_together or workload.pairs:
         tower, other = workload.parameters[0].joined(workload.parameters[1]), None

@@ -10,7 +10,6 @@
                    often, if it is on disk; decoding by the loader's processes
     host           at ZeRO-3: DeepSpeed's work around every block in every pass, which is the same for small chunks
     offload        parameters, gradients and blocks' inputs between host and GPU
-    swap           with "nvme": parameters, gradients and optimizer states between host and disk
     update         checks, clipping, Adam and new working copies: on the GPU kernel launches for every parameter, and
                    the bytes that they read and write; with offload_optimizer Adam in host memory
 
@@ -46,7 +45,7 @@ from megaclip.planner.constants import (
 from megaclip.planner.memory import plan_memory, store_bytes
 from megaclip.planner.phases import loss_sizes
 from megaclip.planner.towers import TowerWork, tower_work
-from megaclip.planner.traffic import disk_traffic, feature_traffic, offload_traffic, parameter_traffic, tensor_traffic
+from megaclip.planner.traffic import feature_traffic, offload_traffic, parameter_traffic, tensor_traffic
 from megaclip.planner.workload import Workload
 
 
@@ -78,8 +77,6 @@ class StepTime:
     """Seconds in which the GPU waits for hooks that take longer than a tower's kernels, and for ZeRO-3's reductions."""
     offload: float
     """Seconds of parameters, gradients and blocks' inputs between host and GPU."""
-    swap: float
-    """Seconds of ZeRO-3's offload to disk, written and read."""
     update: float
     """Seconds of checks, clipping and the optimizer's step."""
     features_hidden: bool
@@ -100,7 +97,7 @@ class StepTime:
     def total(self) -> float:
         loss = max(self.loss, self.features) if self.features_hidden else self.loss + self.features
         behind = [self.towers + self.host_wait, self.copies]
-        added = [loss, self.tensor_parallel, self.offload, self.swap, self.update]
+        added = [loss, self.tensor_parallel, self.offload, self.update]
         (behind if self.parameters_hidden else added).append(self.parameters)
         (behind if self.disk_hidden else added).append(self.disk)
         seconds = max(behind) + sum(added)
@@ -128,7 +125,6 @@ class StepTime:
             "loss": self.loss,
             "communication": self.features + self.parameters + self.tensor_parallel,
             "data": max(self.copies, self.disk, self.decoding),
-            "disk": self.swap,
             "host": self.host + self.offload,
             "update": self.update,
         }
@@ -168,7 +164,6 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
         host=host,
         host_wait=host_wait,
         offload=offload_traffic(workload) / rates.host_to_device if cluster.gpu_memory else 0.0,
-        swap=cluster.gpus_per_host * disk_traffic(workload) / rates.disk_write,
         update=_update_seconds(workload, cluster),
         features_hidden=section.exchange == "ring" and cluster.hides_exchanges,
         parameters_hidden=bool(workload.zero.overlap_comm) and not workload.coalesces,
@@ -193,7 +188,7 @@ def _host_seconds(workload: Workload, work: TowerWork) -> tuple[float, float]:
 def _update_seconds(workload: Workload, cluster: Cluster) -> float:
     """Return the seconds of the update. At ZeRO-3 a rank updates a part of every tensor."""
     stage, ranks = workload.zero.stage, workload.replicas
-    if workload.offload_optimizer != "none":
+    if workload.offloads_optimizer:
         return workload.trained / ranks * OFFLOADED_ADAM_BYTES / OFFLOADED_ADAM_RATE
     own = workload.trained / (ranks if stage else 1)
     if stage < 3:

@@ -1,4 +1,4 @@
-"""Bytes that a rank sends per step: to other ranks, and with offload to host memory and disk.
+"""Bytes that a rank sends per step: to other ranks, and with offload to host memory.
 
 `megaclip.losses.costs` has the traffic of the loss. The rest follows the gradient cache
 (`megaclip.step.gradient_cache`) and DeepSpeed 0.19's `stage_1_and_2.py` and `stage3.py`. With offload_optimizer, per
@@ -17,16 +17,13 @@ over a block fetches this rank's share of it.
 
 With tensor parallelism, the W replicas share ZeRO's partitions, and each rank has its part of the split parameters.
 `tensor_traffic` has the sums inside a replica.
-
-With "nvme", the float32 gradients, the master and the optimizer states are written once and read once. Parameters
-beyond `max_in_cpu` are read in every pass and written after the step.
 """
 
 import itertools
 from typing import NamedTuple
 
 from megaclip.losses.costs import LOSS_COSTS, Sizes, Traffic
-from megaclip.planner.states import kept_elements, parameters_on_disk
+from megaclip.planner.states import kept_elements
 from megaclip.planner.towers import tower_work
 from megaclip.planner.workload import Parameters, Workload
 
@@ -91,16 +88,16 @@ def offload_traffic(workload: Workload) -> float:
     cpu_checkpointing, the blocks' inputs."""
     width, elements = workload.compute_bytes, _moved_elements(workload)
     moved = 0.0
-    if workload.offload_optimizer != "none":
+    if workload.offloads_optimizer:
         moved += 4 * workload.trained  # the last gradients, in float32
-        if workload.offload_parameters == "none":
+        if not workload.offloads_parameters:
             moved += width * workload.trained
         if workload.zero.stage == 3:
             moved += 2 * workload.gradient_bytes * elements.reduced
         elif workload.gradient_bytes == width and workload.backward_passes > 1:
             first = workload.trained if _reduces_every_chunk(workload) else 0
             moved += width * (2 * elements.reduced - first)
-    if workload.offload_parameters != "none":
+    if workload.offloads_parameters:
         moved += width * elements.gathered
     moved /= workload.replicas
     if workload.checkpointing == "cpu":
@@ -108,16 +105,6 @@ def offload_traffic(workload: Workload) -> float:
             if work.trained:  # inputs of locked blocks are copied to the host too, and freed there
                 moved += workload.local_batch * sum(costs.block_inputs for costs in work.passes)
     return moved
-
-
-def disk_traffic(workload: Workload) -> float:
-    """Return the bytes that a rank writes to and reads from the disk that ZeRO-3 offloads to, per step."""
-    moved = 0.0
-    if workload.offload_optimizer == "nvme":
-        moved += 2 * workload.trained / workload.replicas * (4 + 4 + workload.optimizer_state_bytes)
-    on_disk = parameters_on_disk(workload)
-    passes = _moved_elements(workload).gathered / workload.total
-    return moved + on_disk * (passes + workload.trained / workload.total)
 
 
 def _reduces_every_chunk(workload: Workload) -> bool:
@@ -146,11 +133,11 @@ def _moved_elements(workload: Workload) -> _MovedElements:
     ]
     turns = itertools.groupby((each for each in passes if sum(each[1:])), key=lambda each: each[0])
     sums = [(tower, *map(sum, list(zip(*group, strict=True))[1:])) for tower, group in turns]
-    offloads = workload.offload_parameters != "none"
+    offloads = workload.offloads_parameters
     for tower, forward, backward in ((image, workload.chunks[0], 0), (text, workload.chunks[1], 0), *sums):
         gathered += _gathered(workload, tower, forward, backward, offloads=offloads)
     # The gradient cache runs both towers in the first backward pass, and with offload_optimizer in the last one too.
-    offloads = workload.offload_optimizer != "none"
+    offloads = workload.offloads_optimizer
     if image.trained and text.trained and not workload.coalesces:
         first, last = image if kept.text else text, image if again[1] else text
         for tower, takes_part in ((first, offloads or workload.zero.stage == 3), (last, offloads)):

@@ -9,7 +9,6 @@ rows, and its part of the split parameters.
 
 import functools
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -233,9 +232,8 @@ class Workload:
 
     def runs_at_stage(self, stage: int) -> bool:
         """Return whether a run accepts these settings at another ZeRO stage (`megaclip.config.checks`)."""
-        to_disk = "nvme" in (self.offload_optimizer, self.offload_parameters)
-        sums_in_float32 = self.bf16 and self.gradient_bytes == 4 and self.offload_optimizer == "none"
-        return not (stage < 3 and to_disk) and not (stage == 1 and sums_in_float32)
+        sums_in_float32 = self.bf16 and self.gradient_bytes == 4 and not self.offloads_optimizer
+        return not (stage == 1 and sums_in_float32)
 
     @property
     def world_size(self) -> int:
@@ -300,14 +298,14 @@ class Workload:
         return 9 if VARIANTS[self.megaclip.loss].individual else 2
 
     @property
-    def offload_optimizer(self) -> str:
-        """Device of zero_optimization.offload_optimizer: "none", "cpu" or "nvme"."""
-        return _device(self.zero.offload_optimizer)
+    def offloads_optimizer(self) -> bool:
+        """True if master weights and optimizer states are kept in host memory."""
+        return self.zero.offload_optimizer is not None
 
     @property
-    def offload_parameters(self) -> str:
-        """Device of zero_optimization.offload_param: "none", "cpu" or "nvme"."""
-        return _device(self.zero.offload_param)
+    def offloads_parameters(self) -> bool:
+        """True if ZeRO-3 keeps the partitioned working copies of the parameters in host memory."""
+        return self.zero.offload_param is not None
 
     @functools.cached_property
     def kept(self) -> KeptGraphs:
@@ -397,11 +395,6 @@ class Workload:
         return self.chunks, [self.pairs or tower.trained > 0 for tower in self.parameters]
 
 
-def nvme_paths(zero: DeepSpeedZeroConfig) -> list[Path]:
-    """Return the folders that ZeRO-3 offloads to with the device "nvme"."""
-    return [Path(part.nvme_path) for part in (zero.offload_optimizer, zero.offload_param) if _device(part) == "nvme"]
-
-
 @functools.lru_cache(maxsize=64)
 def tower_parameters(
     kind: type[ModelConfig] | type[OpenClipConfig],
@@ -421,10 +414,6 @@ def tower_parameters(
         Parameters(sizes(part, True), sizes(part, False), lora is not None) for part in model.parts().values()
     )
     return image, text.joined(decoder[0]) if decoder else text
-
-
-def _device(offload: Any) -> str:
-    return "none" if offload is None else str(getattr(offload.device, "value", offload.device))
 
 
 def _optimizer_bytes(config: TrainingConfig) -> tuple[int, int]:

@@ -11,8 +11,6 @@ import deepspeed.comm as dist
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
-from deepspeed.git_version_info import installed_ops
-from deepspeed.ops.op_builder import AsyncIOBuilder
 from pydantic import ValidationError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -140,7 +138,6 @@ def build_engine(
 def _check_machine(config: TrainingConfig) -> None:
     """Raise ConfigError if a setting requires a device or a package that this rank does not have."""
     require_build_folder(needed_ops(config))
-    _check_offload_to_disk(config)
     _check_quantized_collectives(config)
     if config.megaclip.layer_norm == "apex":
         require_apex()
@@ -229,17 +226,6 @@ def _is_gathered_at_once(block: nn.Module) -> bool:
     """Return False if ZeRO-3 gathers the parameters of `block` one by one: its hooks would run inside the graph."""
     partitioned = any(is_partitioned(parameter) for parameter in block.parameters())
     return not partitioned or bool(deepspeed.utils.z3_leaf_module(block))
-
-
-def _check_offload_to_disk(config: TrainingConfig) -> None:
-    """Raise ConfigError if offload to NVMe is requested and DeepSpeed's async_io op is not available."""
-    sections = {"offload_optimizer": config.zero.offload_optimizer, "offload_param": config.zero.offload_param}
-    to_disk = [name for name, section in sections.items() if section is not None and section.device == "nvme"]
-    if to_disk and not installed_ops.get(AsyncIOBuilder.NAME) and not AsyncIOBuilder().is_compatible():
-        raise ConfigError(
-            f'{config.path}: zero_optimization.{to_disk[0]}.device "nvme" requires DeepSpeed\'s async_io op, which '
-            'needs libaio and its headers; install them (apt install libaio-dev), or use "cpu"'
-        )
 
 
 def _check_quantized_collectives(config: TrainingConfig) -> None:

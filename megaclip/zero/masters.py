@@ -77,9 +77,9 @@ def write_masters(engine: DeepSpeedEngine, weights: Mapping[str, torch.Tensor]) 
     With bf16 DeepSpeed initialises a master from its parameter, which was rounded. The parameters themselves do not
     change.
 
-    weights: by the model's names, some or all of them. Masters on NVMe stay as they are.
+    weights: by the model's names, some or all of them.
     """
-    if not weights or engine.zero_nvme_offload_optimizer():
+    if not weights:
         return
     for group in flat_groups(engine):
         for slot in group.slots:

@@ -8,8 +8,7 @@ This module converts no files. Every rank memory-maps the files of all ranks tha
 partition. It builds the state dict that its new optimizer would save from them, and DeepSpeed loads this state dict.
 Values are copied, never computed, so the result is exact.
 
-Buffers (running statistics of batch norms) are whole and equal on every rank. Optimizer state on NVMe is stored in
-files of another format and is refused.
+Buffers (running statistics of batch norms) are whole and equal on every rank.
 """
 
 import copy
@@ -22,9 +21,7 @@ from deepspeed import DeepSpeedEngine
 
 from megaclip.checkpoint.deepspeed_files import loading
 from megaclip.checkpoint.saved_states import FP32, WORKING, SavedStates
-from megaclip.checkpoint.store import OFFLOADED
 from megaclip.comm.collectives import raise_on_all_ranks
-from megaclip.errors import CheckpointError
 from megaclip.zero.masters import FlatGroup, Slot, flat_groups, publish_masters
 
 
@@ -55,11 +52,6 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path) -> None:
 
 def _fill_partition(engine: DeepSpeedEngine, folder: Path) -> dict[str, int]:
     """Load the saved values of this rank's partition, without communication. Return the engine's saved counters."""
-    if engine.zero_nvme_offload_optimizer() or (folder / OFFLOADED).exists():
-        raise CheckpointError(
-            "optimizer state on NVMe can be resumed only with the number of ranks and the ZeRO stage that saved it; "
-            "use those, or set offload_optimizer.device to 'cpu' from the start of the run"
-        )
     groups = list(flat_groups(engine))
     saved = SavedStates.open(folder)
     _fill(engine, groups, saved)

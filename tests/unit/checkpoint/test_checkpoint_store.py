@@ -9,7 +9,7 @@ import torch
 from megaclip.checkpoint import search, store
 from megaclip.checkpoint.manifest import MANIFEST, find_damage
 from megaclip.errors import CheckpointError
-from tests.unit.checkpoint.saved_checkpoints import Engine, Killed, save
+from tests.unit.checkpoint.saved_checkpoints import Killed, save
 
 
 def assert_complete(folder: Path, tag: str | None, label: str) -> None:
@@ -123,20 +123,3 @@ def test_error_names_the_damaged_loss_state(tmp_path):
     with pytest.raises(CheckpointError, match=r"loss_rank_00001\.pt' .* or is damaged"):
         list(store.read_loss_states(tmp_path, folder.name))
     assert list(store.read_loss_states(tmp_path, "step_00000002")) == []
-
-
-def test_files_that_deepspeed_copies_from_nvme_are_in_the_manifest(tmp_path, monkeypatch):
-    original = Engine.save_checkpoint
-
-    def offloading(engine: Engine, folder: str, tag: str, **settings: bool) -> None:
-        original(engine, folder, tag, **settings)
-        path = Path(folder, tag, "offloaded_tensors", "rank00", "optimizer", "0.swp")
-        path.parent.mkdir(parents=True)
-        path.write_bytes(b"state")
-
-    monkeypatch.setattr(Engine, "save_checkpoint", offloading)
-    tag = save(tmp_path, 1)
-    assert find_damage(tmp_path / tag) == []
-    (tmp_path / tag / "offloaded_tensors" / "rank00" / "optimizer" / "0.swp").write_bytes(b"stale")
-    (problem,) = find_damage(tmp_path / tag)
-    assert problem.startswith("offloaded_tensors/rank00/optimizer/0.swp has changed")

@@ -145,7 +145,6 @@ megaclip.tensor_parallel_size=2 megaclip.compile=true | megaclip.compile true ca
 megaclip.tensor_parallel_size=2 zero_optimization.zero_hpz_partition_size=2 | zero_hpz_partition_size cannot be used
 megaclip.tensor_parallel_size=2 zero_optimization.zero_quantized_gradients=true | zero_quantized_gradients cannot be
 megaclip.tensor_parallel_size=2 optimizer={"type":"Lamb","params":{"lr":1}} zero_optimization.stage=0 | Lamb cannot be
-zero_optimization={"stage":3,"offload_optimizer":{"device":"nvme","nvme_path":"/x"}} megaclip.ema_decay=0.9 | the
 zero_optimization.stage=0 megaclip.coalesce_gradient_reduction=true | coalesce_gradient_reduction has no effect at stage
 zero_optimization.stage=1 zero_optimization.overlap_comm=true | requires megaclip.coalesce_gradient_reduction
 zero_optimization.overlap_com=true | did you mean 'overlap_comm'?
@@ -163,10 +162,9 @@ zero_optimization.stage=2 zero_optimization.leaf_module={"classes":["Block"]} | 
 zero_optimization.stage=0 zero_optimization.reduce_bucket_size=9 | has no effect at stage 0; use stage 1, 2 or 3, or
 zero_optimization.stage=0 zero_optimization.offload_optimizer.device=cpu | offload_optimizer has no effect at stage 0;
 zero_optimization.offload_optimizer.device=none | zero_optimization.offload_optimizer.device is "none"; leave the
-zero_optimization.stage=2 zero_optimization.offload_optimizer.device=nvme | which DeepSpeed replaces by "cpu" at stage 2
-zero_optimization.offload_param.device=nvme | "nvme" requires zero_optimization.offload_param.nvme_path
+zero_optimization.offload_param.device=nvme | offload_param.device is "nvme", and offload to disks is not supported;
 zero_optimization.offload_optimizer={"device":"cpu","ratio":0.7} | ratio cannot be 0.7: DeepSpeed updates the weights
-aio.queue_depth=16 | aio has no effect without offload to a disk; leave it out, or set the device
+aio.queue_depth=16 | aio cannot be used: it is for offload to disks, which is not supported; leave it out, and use the
 bf16.enabled=true zero_optimization.stage=0 | bf16.enabled requires zero_optimization.stage 1, 2 or 3
 bf16.enabled=true zero_optimization.stage=1 data_types.grad_accum_dtype=fp32 | with bf16 requires
 bf16.enabled=true data_types.grad_accum_dtype=fp16 | data_types.grad_accum_dtype: Input should be 'fp32' or 'bf16'
@@ -258,7 +256,6 @@ def test_a_mistake_is_one_line_that_names_the_file_the_change_and_what_to_do(tmp
     "changes",
     [
         'fp16={"enabled":false} prescale_gradients=false',
-        'zero_optimization.offload_optimizer={"device":"nvme","nvme_path":"/nvme"} aio.queue_depth=16',
         "zero_optimization.sub_group_size=1000 zero_optimization.zero_quantized_weights=true",
         'zero_optimization={"stage":0,"round_robin_gradients":false} bf16.immediate_grad_update=false',
         "megaclip.exchange=auto log_level=INFO communication_data_type=BF16 steps_per_print=1e9",

@@ -56,7 +56,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ) -> list[str]:
         machine = describe(gpu=gpu, gpus=1, gpu_memory=gpu_memory, host_memory=host_memory, disk=disk)
         inputs.validation = range(validation) or None
-        monkeypatch.setattr(preflight, "this_machine", lambda world_size, folder, nvme_paths: machine)
+        monkeypatch.setattr(preflight, "this_machine", lambda world_size, folder: machine)
         command = ["--deepspeed_config", str(path), "--model", "ViT-B-32", "--train-data", "data", *flags]
         run.command = command
         preflight.check_fit(parse_arguments(command), inputs)
@@ -203,16 +203,16 @@ def test_the_rates_are_those_of_the_gpu_with_the_name() -> None:
 
 
 def test_this_machine_has_memory_and_a_disk(tmp_path: Path) -> None:
-    machine = preflight.this_machine(2, tmp_path / "not" / "there", [tmp_path / "nvme"])
+    machine = preflight.this_machine(2, tmp_path / "not" / "there")
     assert machine.gpu_memory == 0 and machine.gpus == 2
-    assert machine.host_memory > 2**28 and machine.disk > 0 and machine.nvme is None
+    assert machine.host_memory > 2**28 and machine.disk > 0
 
 
 def test_the_launcher_sets_how_many_ranks_share_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for launcher in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
         with monkeypatch.context() as launched:
             launched.setenv(launcher, "2")
-            machine = preflight.this_machine(6, tmp_path, [])
+            machine = preflight.this_machine(6, tmp_path)
         assert (machine.gpus_per_host, machine.hosts) == (2, 3)
 
 
@@ -221,28 +221,7 @@ def test_settings_that_do_not_pay_are_logged(start, monkeypatch: pytest.MonkeyPa
     assert "warning ZeRO-2 fits too" in start("20GiB")
 
 
-def test_offload_to_another_disk_measures_that_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = next((Path(name) for name in ("/dev/shm", "/proc") if Path(name).exists()), None)
-    if other is None or other.stat().st_dev == tmp_path.stat().st_dev:
-        pytest.skip("this machine has one file system")
-    sizes = {tmp_path: SimpleNamespace(free=7), other: SimpleNamespace(free=5)}
-    monkeypatch.setattr(preflight.shutil, "disk_usage", sizes.__getitem__)
-    machine = preflight.this_machine(1, tmp_path, [tmp_path / "here", other / "not" / "there"])
-    assert (machine.disk, machine.nvme) == (7, 5)
-
-
 REQUIRED = {"gradient_clipping": 0.0, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
-
-
-def test_offload_to_disk_without_libaio_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    config = TrainingConfig(Path("ds.json"), {**REQUIRED, "zero_optimization": zero}, MegaclipSection())
-    monkeypatch.setattr(build.AsyncIOBuilder, "is_compatible", lambda self: False)
-    monkeypatch.setattr(build, "raise_on_all_ranks", contextlib.nullcontext)
-    with pytest.raises(ConfigError, match=r"offload_param.device \"nvme\" requires .* libaio.*libaio-dev"):
-        build.build_engine(config, arguments=None, model_config=None)
-    monkeypatch.setitem(build.installed_ops, "async_io", True)  # compiled when DeepSpeed was installed
-    build._check_offload_to_disk(config)
 
 
 @pytest.mark.parametrize(

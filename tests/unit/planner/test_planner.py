@@ -68,33 +68,6 @@ def test_gradients_accumulate_where_deepspeed_keeps_them_with_offload(
     assert plan.cpu["gradients"] == (4 + kept) * job.trained  # plus float32 for the step
 
 
-def test_offload_to_disk_takes_its_bytes_and_its_time_there(tmp_path: Path) -> None:
-    disk = {"device": "nvme", "nvme_path": "/nvme"}
-    zero = {"stage": 3, "offload_optimizer": disk, "offload_param": {**disk, "max_in_cpu": 1_000_000}}
-    zero["stage3_param_persistence_threshold"] = 0
-    job = workload(tmp_path, zero_optimization=zero, megaclip={"data_offload": "cpu"})
-    parameters = 151_277_312  # on eight ranks, which share a host and its disk
-    plan = plan_memory(job, H200)
-    assert plan.nvme["master parameters"] + plan.nvme["gradients"] == pytest.approx((4 + 4) * parameters)
-    assert plan.nvme["optimizer states"] == pytest.approx(8 * parameters)
-    assert plan.nvme["parameters"] == pytest.approx(2 * (parameters - 8 * 1_000_000))
-    assert plan.cpu["parameters"] == pytest.approx(2 * 8 * 1_000_000)
-    assert plan.cpu["gradients"] == pytest.approx(4 * parameters)  # accumulated gradients
-    assert plan.cpu["parameter buffers"] == 8 * 5 * 100_000_000 * 2  # DeepSpeed's defaults
-    assert plan.cpu["optimizer buffers"] == pytest.approx(4 * parameters * 4)
-    # Gradients, master and moments are written and read. Parameters are read in 24 passes and 2 blank passes.
-    passes = 3 * 8 + 2
-    copied = 2 * 16 * parameters + (passes + 1) * plan.nvme["parameters"]
-    rates = replace(H200.rates, disk_write=1e9, decoded=1e9)
-    step = plan_time(job, describe(gpus=8, rates=rates))
-    assert step.swap == pytest.approx(copied / 1e9) and step.total > step.swap + step.towers
-    # If nvme_path is on another disk, that disk must be large enough for the states that ZeRO-3 offloads.
-    full = replace(H200, nvme=1e9)
-    assert any("of disk at nvme_path and has" in text for text in plan_memory(job, full).refusals)
-    assert not plan_memory(job, replace(H200, nvme=1e12, disk=0)).refusals
-    assert any("of disk and has" in text for text in plan_memory(job, replace(H200, disk=1e9)).refusals)
-
-
 def test_an_evaluation_is_planned_beside_the_steps(tmp_path: Path) -> None:
     job = workload(tmp_path)
     dropping = job.model.replace(vision_cfg={"patch_dropout": 0.5, "layers": 2}, text_cfg={"layers": 1})
@@ -292,8 +265,6 @@ def test_no_lower_zero_stage_is_recommended_that_does_not_fit_or_is_not_faster(t
     assert faster_run(job, small) is None and faster_run(job, H200) is not None
     hidden = job.with_batch(2048, micro_batch=128)  # each block takes longer than its hooks
     assert fits(hidden.at_stage(2), H200) and faster_run(hidden, H200) is None
-    to_disk = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    assert faster_run(workload(tmp_path, zero_optimization=to_disk), H200) is None
     tiny = workload(tmp_path, model="demo-tiny", zero_optimization={"stage": 3}).with_batch(8, micro_batch=1)
     assert faster_run(tiny, H200) is not None and faster_run(tiny, describe(gpu="cpu")) is None
 

@@ -106,7 +106,7 @@ def plan_of_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             suite=(),
         )
         monkeypatch.setattr(preflight.dist, "get_world_size", lambda: machine.gpus)
-        monkeypatch.setattr(preflight, "this_machine", lambda world_size, folder, nvme: machine)
+        monkeypatch.setattr(preflight, "this_machine", lambda world_size, folder: machine)
         figures = machine.measured or Machine(machine.slowest_link, machine.rates.product_flops, 0.0)
         monkeypatch.setattr(preflight, "machine_of", lambda ranks, device: figures)
         monkeypatch.setattr(preflight, "gather_objects", lambda own: [own, *others])
