@@ -181,11 +181,18 @@ def open_labelled(
         if is_remote(path):
             folder, shards = _copied_texts(str(path))
         dataset = _open_folder(folder, split_shards(folder, split) if shards is None else shards, split, facts)
+        refuse_damaged_shards(folder, [dataset.account])
     except OSError as error:
         raise DataError(f"cannot read zero-shot data {public(str(path))!r}: {os_reason(error)}") from error
     _warn_of_equal_names(folder, dataset.class_names)
     dataset.account.report(f"zero-shot data {public(str(path))!r}", len(dataset), max_bad_fraction)
     return dataset
+
+
+def refuse_damaged_shards(folder: Path, accounts: Iterable[Account]) -> None:
+    """Raise DataError if tar shards are damaged: the scores would be those of the samples before the damage."""
+    if damaged := sum(account.problems.get("damaged shard", 0) for account in accounts):
+        raise DataError(f"{folder}: {damaged} damaged tar shards, so samples may be missing; download them again")
 
 
 def _parts(name: str) -> list[str | int]:

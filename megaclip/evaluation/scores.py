@@ -17,7 +17,7 @@ from megaclip.comm.collectives import gather_integers, gather_rows, sum_counts, 
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.data import EvaluationLoader, ImageTransform, LabelledDataset, PairDataset, Tokenizer
 from megaclip.data.batch import PADDING_ID
-from megaclip.data.reading import ReadableSet
+from megaclip.data.reading import MIN_SAMPLES_FOR_LIMIT, ReadableSet
 from megaclip.errors import DataError
 from megaclip.evaluation.encoder import Encode, in_step
 from megaclip.evaluation.retrieval import RetrievalExamples, retrieval, retrieval_examples
@@ -71,12 +71,12 @@ class Evaluator:
             loader = self.loader(labelled)
             found = classify(self.encode, self.progress(loader, "zero-shot"), self.class_weights(labelled))
             metrics |= {f"zero_shot_top{k}": found.accuracy(k) for k in (1, 5)}
-            bad_samples.update(sum_counts(loader.bad_counts))
+            bad_samples.update(count_bad_samples(loader))
         if pairs is not None:
             loader = self.loader(pairs, by_line=group_captions)
             result = evaluate_pairs(self.encode, self.progress(loader, "retrieval"))
             metrics, examples = metrics | result.metrics, result.examples
-            bad_samples.update(sum_counts(loader.bad_counts))
+            bad_samples.update(count_bad_samples(loader))
         return Evaluation(metrics, examples, dict(bad_samples.most_common()))
 
     def loader(self, data: ReadableSet, *, by_line: bool = True) -> EvaluationLoader:
@@ -100,6 +100,18 @@ class Evaluator:
                 self.encode, data.class_names, data.templates, self.tokenizer, prompt_batch_size=self.text_batch_size
             )
         return self._weights[key]
+
+
+def count_bad_samples(loader: EvaluationLoader) -> dict[str, int]:
+    """Return the number of bad samples of all ranks by kind, after an iteration. Every rank must call it.
+
+    Raises DataError on every rank if there are too many. Each rank's loader compares only its own with the limit.
+    """
+    counts, limit = sum_counts(loader.bad_counts), loader.max_bad_fraction
+    if sum(counts.values()) > limit * max(len(loader.dataset), MIN_SAMPLES_FOR_LIMIT):
+        kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        raise DataError(f"{kinds} among {len(loader.dataset)} samples, over the limit {limit:g}; repair the data")
+    return counts
 
 
 def evaluate_pairs(encode: Encode, batches: Iterable[Any], *, example_count: int = 32) -> Evaluation:

@@ -15,10 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from megaclip.comm.collectives import raise_on_all_ranks, sum_counts
+from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.data import LabelledDataset, PairDataset, open_pairs
-from megaclip.data.labelled import CLASS_NAMES_FILE, has_train_split, open_labelled, split_shards, text_lines
+from megaclip.data.labelled import (
+    CLASS_NAMES_FILE,
+    has_train_split,
+    open_labelled,
+    refuse_damaged_shards,
+    split_shards,
+    text_lines,
+)
 from megaclip.data.patterns import literal
 from megaclip.errors import DataError, os_reason
 from megaclip.evaluation import task_metrics
@@ -26,7 +33,7 @@ from megaclip.evaluation.encoder import Encode, encode_images, encode_texts, in_
 from megaclip.evaluation.items import Item, ItemSet, item_files, open_items
 from megaclip.evaluation.probe import HELD_OUT, linear_probe, nearest_neighbours
 from megaclip.evaluation.retrieval import RECALL_AT, retrieval
-from megaclip.evaluation.scores import Evaluator, evaluate_pairs
+from megaclip.evaluation.scores import Evaluator, count_bad_samples, evaluate_pairs
 from megaclip.evaluation.task_metrics import Metrics
 from megaclip.evaluation.zero_shot import classify
 
@@ -71,6 +78,8 @@ def find_tasks(suite: Path) -> list[Task]:
         raise DataError(f"cannot read the suite {str(suite)!r}: {os_reason(error)}") from error
     if not tasks:
         raise DataError(f"the suite {str(suite)!r} has no sub-folders; expected one per task, such as wds_cars_test")
+    if has_train_split(suite) or split_shards(suite) or item_files(suite):
+        raise DataError(f"the suite {str(suite)!r} is one set; give the folder that contains it, or rename its folders")
     counts = Counter(task.key for task in tasks)
     return [replace(task, is_repeated=counts[task.key] > 1) for task in sorted(tasks, key=lambda task: task.key)]
 
@@ -112,7 +121,9 @@ def open_task(task: Task) -> TaskData:
 def _open_retrieval(folder: Path, spec: str, kind: str) -> PairDataset:
     """Open a folder of pairs. Raises DataError; if nothing sets the kind, the message names the missing class names."""
     try:
-        return open_pairs([spec])
+        pairs = open_pairs([spec])
+        refuse_damaged_shards(folder, pairs.accounts)
+        return pairs
     except DataError as error:
         reason = "" if kind else f"{folder} has no {CLASS_NAMES_FILE}, so its samples are pairs for retrieval: "
         raise DataError(f"{reason}{error}") from error
@@ -150,7 +161,7 @@ def score_task(evaluator: Evaluator, task: Task, data: TaskData, *, probe: bool 
         result = evaluate_pairs(evaluator.encode, batches)
         assert result.examples is not None, "evaluate_pairs returns examples"
         metrics, main, samples = {**_recall(result.metrics)}, "mean_recall@1", result.examples.candidates
-    bad_samples = sum_counts(loader.bad_counts) | lost
+    bad_samples = count_bad_samples(loader) | lost
     main = task.settings.get("main_metric", main)
     if main not in metrics:
         raise DataError(
@@ -182,7 +193,7 @@ def _probe(
             f"{task.folder}: the train split has {len(features)} readable images of {len(facts[:, 1].unique())} "
             f"classes; --probe requires {HELD_OUT} images of 2 classes or more"
         )
-    lost = {f"{kind}, in the train split": count for kind, count in sum_counts(loader.bad_counts).items()}
+    lost = {f"{kind}, in the train split": count for kind, count in count_bad_samples(loader).items()}
     arguments = features, facts[:, 1], test, len(data.class_names)
     labels, (linear, strength) = test_facts[:, 1].cpu().numpy(), linear_probe(*arguments)
     recalls = [float(np.mean((linear == label)[labels == label])) for label in np.unique(labels)]

@@ -17,6 +17,7 @@ from megaclip.comm.groups import group_rank, group_size
 from megaclip.errors import DataError
 from megaclip.evaluation import ModelEncoder, class_weights, classify, evaluate_pairs, ranking, retrieval_examples
 from megaclip.evaluation.retrieval import retrieval, retrieval_ranks
+from megaclip.evaluation.scores import count_bad_samples
 from megaclip.models import ModelConfig, build_model
 from tests.distributed.checks import Outcome, assert_passed, run_checks
 from tests.distributed.harness import run_ranks
@@ -276,6 +277,15 @@ def check_zero_3(pool_type: str) -> None:
     assert set(read) == ({20} if pool_type == "last" else {8, 16} if group_rank() == 0 else {8})
 
 
+def check_bad_samples() -> None:
+    """The limit holds for the samples of all ranks together: 10 of 30 may be bad."""
+    loader = SimpleNamespace(bad_counts={"bad": 6 // group_size()}, dataset=range(30), max_bad_fraction=0.01)
+    assert count_bad_samples(loader) == {"bad": 6}  # type: ignore[arg-type]  # a stand-in
+    loader.bad_counts["no label"] = 6 // group_size()
+    with pytest.raises(DataError, match="6 bad, 6 no label among 30 samples, over the limit 0"):
+        count_bad_samples(loader)  # type: ignore[arg-type]
+
+
 def checks(world_size: int) -> dict[str, Callable[[], None]]:
     """Return the checks of one launch by name."""
     result: dict[str, Callable[[], None]] = {}
@@ -292,6 +302,7 @@ def checks(world_size: int) -> dict[str, Callable[[], None]]:
     for layout in ("one caption", "several captions", "image repeated"):
         result[f"retrieval, {layout}"] = partial(check_pairs, layout)
     result["loader errors on every rank"] = check_loader_errors
+    result["bad samples of all ranks"] = check_bad_samples
     if world_size == 2:
         for pool_type in ("last", "eos"):
             result[f"ZeRO-3, {pool_type}"] = partial(check_zero_3, pool_type)

@@ -17,6 +17,7 @@ from megaclip.commands import evaluate_suite as command
 from megaclip.data import ImageTransform
 from megaclip.errors import REFUSED_EXIT_CODE, ConfigError, DataError
 from megaclip.evaluation import Evaluator
+from megaclip.evaluation.suite import Task
 from tests.suite_sets import COUNT, image, npy, write_classes, write_suite
 
 WORDS = torch.from_numpy(np.random.default_rng(0).normal(size=(5000, 12))).float()
@@ -129,6 +130,21 @@ def test_the_table_lists_every_task_and_what_is_missing(
     assert len({len(line) for line in table.splitlines() if line[:1] == "|"}) == 1
     assert "not evaluated: fairness/fairface: DataComp has no main metric for it" in table
     assert "not in the folder: 36 of DataComp's 38 tasks: vtab/caltech101, " in table
+
+
+@pytest.mark.parametrize(("kind", "end"), [("", "cls"), ("retrieval", "txt")])
+def test_a_set_with_a_damaged_shard_is_not_evaluated(tmp_path: Path, kind: str, end: str) -> None:
+    write_classes(tmp_path, [{"png": image(row), end: b"1"} for row in range(4)], shards=2, kind=kind)
+    (tmp_path / "test" / "1.tar").write_bytes(b"")
+    with pytest.raises(DataError, match=f"{tmp_path}: 1 damaged tar shards, so samples may be missing; download them"):
+        command.open_task(Task("key", tmp_path))
+
+
+@pytest.mark.parametrize("name", ["wds_cars_test", "winoground"])
+def test_a_set_is_no_suite(tmp_path: Path, name: str) -> None:
+    write_suite(tmp_path)
+    with pytest.raises(DataError, match=f"{name}' is one set; give the folder that contains it"):
+        command.find_tasks(tmp_path / name)
 
 
 def test_names_of_folders_are_no_patterns_and_byte_order_marks_are_no_text(tmp_path: Path) -> None:
