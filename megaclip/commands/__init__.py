@@ -45,7 +45,6 @@ COMMANDS = {
     "tokenizer": Command("train_tokenizer", "train a sentencepiece tokenizer on the captions of a dataset"),
     "show": Command("show", "print a page of the documentation, a ds_config or a job of Slurm"),
     "report": Command("ds_report", "print DeepSpeed's environment report with MegaCLIP's op and optional packages"),
-    "build-ops": Command("build_ops", "compile DeepSpeed's CPU ops before the first run"),
     "launch": Command("launch", "start a command on several hosts, with restarts: megaclip launch ... train"),
     "check-hosts": Command("check_hosts", "check the hosts of a run before it: megaclip launch ... check-hosts", True),
     "demo-data": Command("examples/digits/make_scenes.py", "draw the captioned images of the demo"),
