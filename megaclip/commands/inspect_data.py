@@ -22,12 +22,11 @@ from megaclip.config import TrainArguments
 from megaclip.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from megaclip.data import Tokenizer
     from megaclip.data.inspection import Look
     from megaclip.data.source import Account
 
-CONTEXT_LENGTH, IMAGE_SIZE = 77, 224
-"""Tokens and pixels without --model."""
+DEFAULT_MODEL = "ViT-B-32"
+"""Model whose tokens and pixels are used without --model."""
 GPUS_TO_FEED = ("a100", "h100", "h200", "b200")
 """GPUs for which the report gives the number of cores."""
 
@@ -57,12 +56,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = CommandParser(__doc__)
     parser.add_argument("data", nargs="+", help="patterns, folders or hf:NAME, as for --train-data")
     add_reading_flags(parser)
-    parser.add_argument("--model", help="as in training: its tokenizer, context length and pixels (default: OpenAI's)")
+    parser.add_argument("--model", help="as in training: its tokenizer and pixels (default: ViT-B-32)")
     parser.add_argument("--tokenizer", help="'clip', a sentencepiece .model file or a Hugging Face tokenizer's folder")
-    parser.add_argument("--context-length", type=integer(2), help="tokens (default: the model's, or 77)")
-    parser.add_argument(
-        "--image-size", type=integer(1), help="width and height in pixels (default: the model's, or 224)"
-    )
     parser.add_argument(
         "--samples", type=integer(0), default=1000, help="number of samples to decode (default: %(default)s)"
     )
@@ -82,8 +77,9 @@ def main() -> int:
     arguments = parse_arguments()
     from megaclip.data import ImageTransform, check_image_root, open_pairs  # torch is imported after the flags are read
     from megaclip.data.inspection import Look, describe_dataset, time_loader
+    from megaclip.engine.inputs import model_preprocessing
 
-    tokenizer, pixels = _preprocessing(arguments)
+    tokenizer, pixels = model_preprocessing(arguments.model or DEFAULT_MODEL, arguments.tokenizer)
     # The report shows what is left out.
     dataset = open_pairs(arguments.data, max_bad_fraction=1.0, **reading_flags(arguments))
     check_image_root(arguments.image_root, dataset)
@@ -140,20 +136,6 @@ def write_list(accounts: list[Account], bad: dict[str, list[str]], path: Path) -
             lines += [f"{reason}\t{count - len(names):,} more names"] * (count > len(names))
     with writing(path):
         path.write_text("".join(f"{line}\n" for line in lines), errors="surrogateescape")
-
-
-def _preprocessing(arguments: argparse.Namespace) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the tokenizer and the arguments of `ImageTransform`: from the flags, else from the model, else CLIP's."""
-    from megaclip.data import load_tokenizer
-    from megaclip.engine.inputs import model_preprocessing
-
-    if arguments.model is None:
-        tokenizer = load_tokenizer(arguments.tokenizer or "clip", arguments.context_length or CONTEXT_LENGTH)
-        return tokenizer, {"size": arguments.image_size or IMAGE_SIZE}
-    for flag in ("context_length", "image_size"):
-        if getattr(arguments, flag) is not None:
-            raise ConfigError(f"--{flag.replace('_', '-')} contradicts --model, which sets it; leave one of them out")
-    return model_preprocessing(arguments.model, arguments.tokenizer)
 
 
 def draw_pictures(look: Look, samples: int, path: str) -> None:

@@ -18,9 +18,10 @@ from tests.unit.data.data_samples import pair_members, picture, write_shards, wr
 def inspect(monkeypatch, capsys):
     """Return a function that runs the tool in this process and returns (exit code or error, output)."""
 
-    def run(*arguments, size=("--image-size", 16)):
-        options = [*size, "--seconds", 0]
-        monkeypatch.setattr("sys.argv", ["inspect_data.py", *map(str, (*arguments, *options))])
+    monkeypatch.setattr(inspect_data, "DEFAULT_MODEL", "demo-tiny")
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["inspect_data.py", *map(str, arguments), "--seconds", "0"])
         try:
             code = inspect_data.main()
         except SystemExit as error:
@@ -59,7 +60,7 @@ def test_a_models_tokens_and_pixels_are_those_of_a_run(tmp_path, inspect):
     """By hand: demo-tiny has 24 tokens and 24 pixels. tests/unit/engine/test_inputs.py tests a model with a card."""
     write_shards(tmp_path, [3])
     shards, sheet = tmp_path / "*.tar", tmp_path / "sheet.png"
-    code, output = inspect(shards, "--model", "demo-tiny", "--pictures", sheet, "--json", size=())
+    code, output = inspect(shards, "--model", "demo-tiny", "--pictures", sheet, "--json")
     report = json.loads(output[output.index("{") :])
     assert code == 0 and report["loader"]["image_size"] == 24 and sheet.exists()
     assert report["cores_per_gpu"].keys() == {"a100", "h100", "h200", "b200"} and min(report["cores_per_gpu"].values())
@@ -67,9 +68,7 @@ def test_a_models_tokens_and_pixels_are_those_of_a_run(tmp_path, inspect):
     assert (tokenizer.context_length, pixels["size"], pixels["resize_mode"]) == (24, 24, "shortest")
     tokenizer, pixels = model_preprocessing("ViT-L-14-336", None)
     assert (tokenizer.context_length, pixels["size"]) == (77, 336)
-    code, _ = inspect(shards, "--model", "demo-tiny")
-    assert "--image-size contradicts --model" in code
-    assert "error: " in inspect(shards, "--model", "no-such-model", size=())[0]
+    assert "error: " in inspect(shards, "--model", "no-such-model")[0]
 
 
 @pytest.mark.parametrize("bad", [10, 4])
@@ -147,7 +146,7 @@ def test_captions_of_one_image_are_measured_one_by_one(tmp_path, inspect):
     captions = ["a red cat " * 4, "a dog", "a blue bird " * 4]  # 12, 2 and 12 words of one token each
     (tmp_path / "0.png").write_bytes(picture(0))
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"image": "0.png", "caption": captions}))
-    code, output = inspect(tmp_path / "pairs.jsonl", "--json", "--context-length", 20)
+    code, output = inspect(tmp_path / "pairs.jsonl", "--json")
     sample = json.loads(output)["sample"]
     assert code == 0
     assert sample["distinct_captions"] == 3 and sample["captions_that_fill_the_context"] == 0
@@ -188,7 +187,7 @@ def test_the_contact_sheet_shows_the_pixels_that_the_model_sees(tmp_path, inspec
 
 
 def test_meaningless_numbers_are_refused(capsys, monkeypatch):
-    for flag, value in (("--image-size", "0"), ("--samples", "-1"), ("--seconds", "nan"), ("--max-bad-fraction", "2")):
+    for flag, value in (("--samples", "-1"), ("--seconds", "nan"), ("--max-bad-fraction", "2")):
         monkeypatch.setattr("sys.argv", ["inspect_data.py", "x.tar", flag, value])
         with pytest.raises(SystemExit) as caught:
             inspect_data.main()
