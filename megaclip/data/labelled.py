@@ -224,13 +224,8 @@ def _copied_texts(url: str) -> tuple[Path, list[RemoteFile]]:
     return texts[0].parent, sorted(shards, key=lambda shard: _by_number(Path(shard.name)))
 
 
-def has_train_split(folder: Path) -> bool:
-    """Return whether a labelled dataset has a folder train beside that of its test split."""
-    return "train" in _splits(folder)
-
-
-def _splits(folder: Path) -> set[str]:
-    """Return the names of the folders in a folder if all of them are splits, else none."""
+def split_names(folder: Path) -> set[str]:
+    """Return the names of the folders in a labelled dataset if all of them are splits, such as train, else none."""
     names = {entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."}
     return names if _are_splits(names) else set()
 
@@ -276,7 +271,7 @@ def _open_folder(
         raise DataError(f"zero-shot data {folder}: this task requires tar shards with .npy files")
     place = folder
     if split is not None:
-        names_of_split, found = ("test", "val", "validation") if split == "test" else (split,), _splits(folder)
+        names_of_split, found = ("test", "val", "validation") if split == "test" else (split,), split_names(folder)
         place = next((folder / name for name in names_of_split if name in found), folder)
     names, images = list(filter(None, names)), _ImageFolder(place)
     if problem := _reason_to_refuse(place, images, names):

@@ -20,9 +20,9 @@ from megaclip.comm.groups import group_rank, group_size
 from megaclip.data import LabelledDataset, PairDataset, open_pairs
 from megaclip.data.labelled import (
     CLASS_NAMES_FILE,
-    has_train_split,
     open_labelled,
     refuse_damaged_shards,
+    split_names,
     split_shards,
     text_lines,
 )
@@ -78,7 +78,7 @@ def find_tasks(suite: Path) -> list[Task]:
         raise DataError(f"cannot read the suite {str(suite)!r}: {os_reason(error)}") from error
     if not tasks:
         raise DataError(f"the suite {str(suite)!r} has no sub-folders; expected one per task, such as wds_cars_test")
-    if has_train_split(suite) or split_shards(suite) or item_files(suite):
+    if split_names(suite) or item_files(suite):
         raise DataError(f"the suite {str(suite)!r} is one set; give the folder that contains it, or rename its folders")
     counts = Counter(task.key for task in tasks)
     return [replace(task, is_repeated=counts[task.key] > 1) for task in sorted(tasks, key=lambda task: task.key)]
@@ -147,7 +147,7 @@ def score_task(evaluator: Evaluator, task: Task, data: TaskData, *, probe: bool 
     batches, lost = evaluator.progress(loader, dataset), dict[str, int]()
     if isinstance(data, LabelledDataset):
         encode = evaluator.encode
-        if probe := probe and not data.has_several_labels and has_train_split(task.folder):
+        if probe := probe and not data.has_several_labels and "train" in split_names(task.folder):
             batches = [replace(batch, images=encode(images=batch.images)[0]) for batch in in_step(batches)]
             encode = _encoded
         metrics, main, samples = _classification(evaluator, encode, task, data, batches)
