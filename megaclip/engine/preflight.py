@@ -129,8 +129,7 @@ def _of_all_ranks(cluster: Cluster) -> Cluster:
         name: min(getattr(one, name) for one in clusters)
         for name in ("gpu_memory", "gpu_total_memory", "host_memory", "disk")
     }
-    nvme = [one.nvme for one in clusters if one.nvme is not None]
-    return replace(clusters[0], **least, nvme=min(nvme, default=None))
+    return replace(clusters[0], **least)
 
 
 def _way_text(planned: Workload, requested: MegaclipSection, cluster: Cluster) -> str:
