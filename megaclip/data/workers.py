@@ -32,7 +32,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
-from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]  # missing in typeshed
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +163,7 @@ class WorkerResults:
     def __next__(self) -> Any:
         """Return the next result.
 
-        Raises DataError if a worker died or hangs. An exception that the function raised is raised again.
+        Raises DataError if a worker died or hangs, and RuntimeError, with the traceback, if the function failed in it.
         """
         if not self.workers:
             return self._function(next(self._items))
@@ -174,12 +173,12 @@ class WorkerResults:
         worker = self._turns.popleft()
         try:
             self._wait_for_result(worker)
-            result, raised = pickle.loads(self._connections[worker].recv_bytes())
+            result, fault = pickle.loads(self._connections[worker].recv_bytes())
         except Exception as error:  # a worker that is killed while it sends causes errors of many types
             raise self._failed(worker, error) from error
         self._pass_on(worker)
-        if raised is not None:
-            raise raised
+        if fault:
+            raise RuntimeError(f"a data worker failed:\n{fault}")
         return result
 
     def _wait_for_result(self, worker: int) -> None:
@@ -249,20 +248,15 @@ def _work(function: Callable[[Any], Any], connection: Connection, parent: int, r
 
 
 def _answer(function: Callable[[Any], Any], item: Any) -> bytes:
-    """Return the pickled result, and the exception that the function raised or None.
+    """Return the pickled result and "", or None and the traceback of what the function has raised.
 
-    A RuntimeError replaces an exception that cannot be pickled, and one that is no Exception, such as a Rust panic.
+    The functions of this package return expected errors in their results. The traceback is that of a fault of the code,
+    or of a Rust library, whose panic is no Exception.
     """
     try:
-        return _pickled((function(item), None))
-    except BaseException as error:
-        stack = error.__traceback__
-        for raised in (error, RuntimeError(f"{type(error).__name__}: {first_line(error)}")):
-            with contextlib.suppress(Exception):
-                content = _pickled((None, ExceptionWithTraceback(raised, stack)))
-                if isinstance(pickle.loads(content)[1], Exception):  # it may fail for an exception's own arguments
-                    return content
-        raise
+        return _pickled((function(item), ""))
+    except BaseException:
+        return _pickled((None, traceback.format_exc()))
 
 
 def _pickled(answer: tuple[Any, Any]) -> bytes:

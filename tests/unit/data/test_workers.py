@@ -236,35 +236,20 @@ def test_a_tensor_of_a_dtype_that_numpy_lacks_is_a_result():
     assert torch.equal(result["vector"], torch.full((2, 3), 7, dtype=torch.bfloat16))
 
 
-class OfTwoArguments(Exception):
-    """Exception that pickle cannot construct again, such as urllib.error.HTTPError."""
-
-    def __init__(self, first: str, second: str) -> None:
-        super().__init__(f"{first} {second}")
-
-
 class Panic(BaseException):
     """Exception of a Rust library."""
 
 
-def with_a_lock() -> Exception:
-    error = ValueError("no bytes")
-    error.lock = threading.Lock()
-    return error
-
-
 @pytest.mark.parametrize(
-    ("error", "expected", "message"),
+    ("error", "message"),
     [
-        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no text"), UnicodeDecodeError, "no text"),
-        (OfTwoArguments("no", "shard"), RuntimeError, "OfTwoArguments: no shard"),
-        (Panic("no token"), RuntimeError, "Panic: no token"),
-        (with_a_lock(), RuntimeError, "ValueError: no bytes"),
-        (None, TypeError, "cannot pickle '_thread.lock' object"),  # a result
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no text"), "UnicodeDecodeError: .*no text"),
+        (Panic("no token"), "Panic: no token"),
+        (None, "cannot pickle '_thread.lock' object"),  # a result
     ],
 )
-def test_an_exception_of_a_worker_is_raised_with_its_text_and_stack(error, expected, message):
-    """It is not reported as the death of the worker. Some exceptions and results cannot be pickled."""
+def test_a_failure_of_a_worker_is_raised_with_its_stack(error, message):
+    """It is not reported as the death of the worker."""
 
     def read(item: int) -> Any:
         if error is not None and item == 1:
@@ -273,9 +258,8 @@ def test_an_exception_of_a_worker_is_raised_with_its_text_and_stack(error, expec
 
     results = WorkerResults(read, range(4), num_workers=1)
     assert next(results) == 0
-    with pytest.raises(expected, match=message) as caught:
+    with pytest.raises(RuntimeError, match=f"a data worker failed:\n(.*\n)*.*in _answer(.*\n)*.*{message}"):
         next(results)
-    assert "in _answer" in str(caught.value.__cause__)
     assert list(results) == [2, 3]
 
 
