@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import functools
 import io
 import mmap
@@ -23,7 +22,6 @@ import os
 import pickle
 import queue
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -49,7 +47,7 @@ NAME = "data_worker"
 
 _STACK_SIGNAL = signal.SIGUSR2
 _STACKS_WAIT_S = 1.0
-"""Seconds within which a worker must write its stacks."""
+"""Seconds in which workers write their stacks."""
 _DEATH_CHECK_S = 1.0
 """Seconds between two checks that a worker is alive, while its result is waited for."""
 _DEATH_WAIT_S = 1.0
@@ -61,8 +59,6 @@ _PARENT_CHECK_S = 1.0
 
 _timeout_s = WORKER_TIMEOUT_S
 _running: weakref.WeakSet[WorkerResults] = weakref.WeakSet()
-_stack_file: int | None = None
-"""File descriptor of the file in memory to which the workers of this process write their stacks."""
 _own_row: Any = None
 """In a worker: function that sets the row that it reads, in memory shared with the main process."""
 
@@ -118,6 +114,9 @@ class WorkerResults:
         """Worker processes."""
         self._connections: list[Connection] = []
         """Connections to the workers, in their order. Empty after `close`."""
+        self._stacks: list[io.FileIO] = []
+        """File in memory of each worker, to which it writes its stacks. Empty after `close`, and on systems without
+        such files."""
         self._turns = deque[int]()
         """Worker of each item whose result has not been taken."""
         if num_workers:
@@ -129,14 +128,16 @@ class WorkerResults:
         context = CheckedForkContext()
         self._rows = context.RawArray("q", [-1] * count)
         """Row that each worker has noted last, -1 for none."""
-        _open_stack_file()
         _running.add(self)
         try:
+            if hasattr(os, "memfd_create"):
+                self._stacks = [io.FileIO(os.memfd_create("worker-stacks"), "w+") for _ in range(count)]
             for number in range(count):
                 connection, of_worker = context.Pipe()
                 self._connections.append(connection)
                 with of_worker:
-                    work = functools.partial(_work, self._function, of_worker, os.getpid(), self._rows, number)
+                    stacks = self._stacks[number] if self._stacks else None
+                    work = functools.partial(_work, self._function, of_worker, os.getpid(), self._rows, number, stacks)
                     worker = context.Process(target=work, daemon=True)
                     worker.start()
                 self.workers.append(worker)
@@ -198,6 +199,7 @@ class WorkerResults:
         """End the worker processes. Iterating afterwards stops at once."""
         self._items = iter(())
         self._turns.clear()
+        self._stacks = []
         while self._connections:
             self._connections.pop().close()
         for worker in self.workers:
@@ -225,7 +227,14 @@ class WorkerResults:
         )
 
 
-def _work(function: Callable[[Any], Any], connection: Connection, parent: int, rows: Any, number: int) -> None:
+def _work(
+    function: Callable[[Any], Any],
+    connection: Connection,
+    parent: int,
+    rows: Any,
+    number: int,
+    stacks: io.FileIO | None,
+) -> None:
     """Run a worker, until `parent`, the process that has forked it, ends or closes the connection."""
     global _own_row
     with contextlib.suppress(OSError):  # a system without /proc
@@ -234,8 +243,8 @@ def _work(function: Callable[[Any], Any], connection: Connection, parent: int, r
         while results._connections:
             results._connections.pop().close()
     _own_row = functools.partial(rows.__setitem__, number)
-    if _stack_file is not None:
-        faulthandler.register(_STACK_SIGNAL, file=_stack_file, all_threads=True)
+    if stacks is not None:
+        faulthandler.register(_STACK_SIGNAL, file=stacks, all_threads=True)
     torch.set_num_threads(1)  # the threads of the other process are not in this one
     # Bad images are counted, so Pillow's warnings on metadata and size are not needed.
     warnings.filterwarnings("ignore", module="PIL")
@@ -284,18 +293,21 @@ def _send(connection: Connection, answers: queue.SimpleQueue[bytes]) -> None:
 
 def worker_stacks() -> str:
     """Return the Python stacks of all workers of this process, of all their threads."""
-    if _stack_file is None:
-        return ""
-    texts = []
+    asked, texts = list[tuple[str, io.FileIO, int]](), list[str]()
     for results in list(_running):
-        for number, worker in enumerate(results.workers):
+        for number, (worker, file) in enumerate(zip(results.workers, results._stacks, strict=False)):
             if worker.exitcode is not None:
                 continue
-            row, start = results.reading(number), os.fstat(_stack_file).st_size
+            row, start = results.reading(number), os.fstat(file.fileno()).st_size
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, _STACK_SIGNAL)
-            stacks = _written_after(start) or "it does not answer: it is stopped or waits for a disk\n"
-            texts.append(f"data worker {number}, process {worker.pid}{', last row: ' * bool(row)}{row}\n{stacks}")
+            header = f"data worker {number}, process {worker.pid}{', last row: ' * bool(row)}{row}"
+            asked.append((header, file, start))
+    if asked:
+        time.sleep(_STACKS_WAIT_S)
+    for header, file, start in asked:
+        stacks = os.pread(file.fileno(), 1 << 20, start).decode("utf-8", "replace")
+        texts.append(f"{header}\n" + (stacks or "it does not answer: it is stopped or waits for a disk\n"))
     return "\n".join(texts)
 
 
@@ -305,28 +317,3 @@ def kill_workers() -> None:
         for worker in results.workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGKILL)
-
-
-def _open_stack_file() -> None:
-    global _stack_file
-    if _stack_file is None and hasattr(os, "memfd_create"):
-        _stack_file = os.memfd_create("worker-stacks")
-        fcntl.fcntl(_stack_file, fcntl.F_SETFL, fcntl.fcntl(_stack_file, fcntl.F_GETFL) | os.O_APPEND | os.O_NONBLOCK)
-
-
-def _written_after(start: int) -> str:
-    """Return the text in the stack file behind byte `start`, when a worker has written it completely.
-
-    The stack of the main thread is the last one. It ends with the function with which this process began, because the
-    worker was forked, or with dots if it is deep.
-    """
-    assert _stack_file is not None
-    main = threading.main_thread().ident
-    first = list(traceback.walk_stack(sys._current_frames()[main]))[-1][0].f_code.co_name if main else ""
-    deadline = time.monotonic() + _STACKS_WAIT_S
-    while True:
-        text = os.pread(_stack_file, 1 << 20, start).decode("utf-8", "replace")
-        whole = "Current thread" in text and text.endswith((f" in {first}\n", "...\n"))
-        if whole or time.monotonic() > deadline:
-            return text
-        time.sleep(0.02)

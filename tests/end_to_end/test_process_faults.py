@@ -60,7 +60,7 @@ def faulty(command: list[str], log: str, faults: dict[int, Callable[[], Any]]) -
         patch.setattr(Metrics, "record_step", recording)
         patch.setattr(Watchdog, "_limit_s", lambda dog: limit_s(dog) if dog._last_step >= FAULT_AFTER else 600.0)
         patch.setattr(watchdog, "_MISSED_HEARTBEATS", MISSED_HEARTBEATS)
-        patch.setattr(workers, "_STACKS_WAIT_S", 60.0)
+        patch.setattr(workers, "_STACKS_WAIT_S", 5.0)
         exit_code = main(command)
     sys.stderr.flush()
     return Finished(exit_code, Path(f"{log}_{rank}").read_text())

@@ -325,7 +325,6 @@ def test_the_stacks_of_workers_show_where_they_hang(monkeypatch):
         for number, worker in enumerate(results.workers)
     ]
     try:
-        monkeypatch.setattr(workers, "_STACKS_WAIT_S", 60.0)
         for line, stacks in zip(lines, re.split("^(?=data worker)", worker_stacks(), flags=re.M)[1:], strict=True):
             assert stacks.startswith(line) and "in stands" in stacks and "Current thread" in stacks
         monkeypatch.setattr(workers, "_STACKS_WAIT_S", 0.2)
@@ -337,24 +336,6 @@ def test_the_stacks_of_workers_show_where_they_hang(monkeypatch):
     finally:
         for worker in results.workers:
             os.kill(worker.pid, signal.SIGKILL)
-
-
-def test_the_stacks_of_a_worker_that_is_paused_while_it_writes_them_are_complete(monkeypatch):
-    file = os.memfd_create("stacks")
-    monkeypatch.setattr(workers, "_stack_file", file)
-    monkeypatch.setattr(workers, "_STACKS_WAIT_S", 60.0)
-    os.write(file, b"earlier; ")
-
-    def write() -> None:
-        os.write(file, b"Current thread (most recent call first):\n")
-        time.sleep(0.3)
-        os.write(file, b'  File "here.py", line 1 in stands\n  ...\n')
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    assert "in stands" in workers._written_after(len("earlier; "))
-    writer.join()
-    os.close(file)
 
 
 def test_a_worker_that_hangs_is_a_data_error_after_the_timeout_that_was_set():
