@@ -139,7 +139,6 @@ def check_ds_config(config: dict[str, Any]) -> DsConfig:
     check_optimizer(
         parsed.optimizer,
         zero_stage=int(parsed.zero_optimization.stage),
-        allow_untested=parsed.zero_allow_untested_optimizer,
         offload="zero_optimization.offload_optimizer" in values,
     )
     _check_zero(parsed, values)

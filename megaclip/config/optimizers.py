@@ -86,8 +86,8 @@ NEED_WHOLE_TENSORS = {
     "Adafactor": "cannot factor flat pieces",
     "Lamb": "takes one trust ratio per tensor",
 }
-_UNTESTED_BY_DEEPSPEED = ("SGD", "Lion")
-"""Optimizers that are correct on flat pieces but require zero_allow_untested_optimizer with ZeRO."""
+UNTESTED_BY_DEEPSPEED = ("SGD", "Lion")
+"""Optimizers that are correct on flat pieces, and that DeepSpeed accepts with zero_allow_untested_optimizer only."""
 
 _MUON = ("muon", "muonwithauxadam")
 """DeepSpeed's Muon, which is refused (`params_model`)."""
@@ -129,18 +129,13 @@ def params_model(optimizer_type: Any) -> type[OptimizerParams]:
 
 def can_be_offloaded(optimizer_type: str) -> bool:
     """Return whether the optimizer has an implementation for zero_optimization.offload_optimizer."""
-    return optimizer_type not in _UNTESTED_BY_DEEPSPEED
+    return optimizer_type not in UNTESTED_BY_DEEPSPEED
 
 
-def needs_permission(optimizer_type: str, zero_stage: int) -> bool:
-    """Return whether the optimizer requires zero_allow_untested_optimizer at this stage."""
-    return optimizer_type in _UNTESTED_BY_DEEPSPEED and zero_stage > 0
-
-
-def check_optimizer(optimizer: Optimizer, *, zero_stage: int, allow_untested: bool, offload: bool) -> None:
+def check_optimizer(optimizer: Optimizer, *, zero_stage: int, offload: bool) -> None:
     """Raise ConfigError if the optimizer contradicts other settings of ds_config.json or its own parameters.
 
-    allow_untested: zero_allow_untested_optimizer. offload: zero_optimization.offload_optimizer is present.
+    offload: zero_optimization.offload_optimizer is present.
     """
     kind, params = optimizer.type, optimizer.params
     if kind in NEED_WHOLE_TENSORS and zero_stage > 0:
@@ -152,17 +147,6 @@ def check_optimizer(optimizer: Optimizer, *, zero_stage: int, allow_untested: bo
         raise ConfigError(
             f"optimizer.type {kind} has no implementation for offloaded parameters; leave "
             "zero_optimization.offload_optimizer out"
-        )
-    requires_permission = needs_permission(kind, zero_stage)
-    if requires_permission and not allow_untested:
-        raise ConfigError(
-            f'optimizer.type {kind} at zero_optimization.stage {zero_stage} requires "zero_allow_untested_optimizer": '
-            "true; set it"
-        )
-    if allow_untested and not requires_permission:
-        raise ConfigError(
-            f"zero_allow_untested_optimizer has no effect with optimizer.type {kind} at zero_optimization.stage "
-            f"{zero_stage}; leave it out"
         )
     if isinstance(params, AdamParams):
         _check_adam(kind, params)

@@ -16,7 +16,7 @@ from typing import Any
 
 from megaclip.config.checks import check_ds_config
 from megaclip.config.ds_config import DsConfig
-from megaclip.config.optimizers import Optimizer
+from megaclip.config.optimizers import UNTESTED_BY_DEEPSPEED, Optimizer
 from megaclip.config.section import MegaclipSection
 from megaclip.errors import ConfigError, closest
 from megaclip.logging import get_logger
@@ -118,6 +118,8 @@ class TrainingConfig:
         if self.zero_stage in (1, 2):
             ours = DEEPSPEED_DEFAULTS["zero_optimization"] | {"contiguous_gradients": self.zero.contiguous_gradients}
             config["zero_optimization"] = ours | config["zero_optimization"]
+        if self.optimizer.type in UNTESTED_BY_DEEPSPEED:
+            config["zero_allow_untested_optimizer"] = True
         if self.settings.steps_per_print is None:
             timers = config.get("timers", {})
             throughput = DEEPSPEED_DEFAULTS["timers"]["throughput"] | timers.get("throughput", {})

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from megaclip.config.optimizers import NEED_WHOLE_TENSORS, can_be_offloaded, needs_permission
+from megaclip.config.optimizers import NEED_WHOLE_TENSORS, can_be_offloaded
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.memory import MemoryPlan, plan_memory
 from megaclip.planner.step_time import plan_time
@@ -177,11 +177,9 @@ def _changes(workload: Workload) -> Iterator[tuple[str, str, Workload]]:
     if zero.stage > 0 and zero.reduce_bucket_size > _SMALL_BUCKET:
         setting = f'"zero_optimization": {{"reduce_bucket_size": {_SMALL_BUCKET}}}'
         yield "bucket", setting, workload.with_zero(reduce_bucket_size=_SMALL_BUCKET)
-    permission = ', "zero_allow_untested_optimizer": true' if needs_permission(workload.optimizer, 1) else ""
     splits = workload.replicas > 1 and workload.optimizer not in NEED_WHOLE_TENSORS
     for stage in range(max(zero.stage, 1) + 1, 4) if splits else ():
-        setting = f'"zero_optimization": {{"stage": {stage}}}{"" if zero.stage else permission}'
-        yield "stage", setting, workload.with_zero(stage=stage)
+        yield "stage", f'"zero_optimization": {{"stage": {stage}}}', workload.with_zero(stage=stage)
     if zero.stage > 0 and not workload.offloads_optimizer and can_be_offloaded(workload.optimizer):
         changed = workload.with_zero(offload_optimizer=DeepSpeedZeroOffloadOptimizerConfig(device="cpu"))
         yield "optimizer", '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}', changed

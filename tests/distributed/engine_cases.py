@@ -446,8 +446,6 @@ def training_config(case: Case) -> TrainingConfig:
             **dict(case.section),
         },
     }
-    if case.optimizer in ("SGD", "Lion") and case.stage:
-        config["zero_allow_untested_optimizer"] = True
     if case.grad_accum_dtype:
         config["data_types"] = {"grad_accum_dtype": case.grad_accum_dtype}
     if case.checkpointing:

@@ -84,7 +84,7 @@ MISTAKES = {
     "another optimizer on resume": Mistake(
         ["optimizer 'AdamW'", "has 'SGD'"],
         RESUMING,
-        config_changes={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True},
+        config_changes={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
     ),
     "resumed with a tower locked": Mistake(
         ["written with locked.image None, and this run has 0"], {"resume": "MADE/runs/run", "lock_image": []}

@@ -73,6 +73,10 @@ NO_TIMER = {"throughput": {"enabled": False}}
         ),
         ({"timers": {"throughput": {"enabled": True}}}, {"timers": {"throughput": {"enabled": True}}}),
         (
+            {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}},
+            {"zero_allow_untested_optimizer": True, "timers": NO_TIMER},
+        ),
+        (
             {"timers": {"throughput": {"synchronized": False}}},
             {"timers": {"throughput": {"enabled": False, "synchronized": False}}},
         ),
@@ -180,8 +184,6 @@ optimizer.type=OneBitAdam | replaces the gradient reduction
 optimizer.type=Muon | optimizer.type 'Muon' cannot be used: at ZeRO-1 to 3 DeepSpeed measures and clips Muon's update
 optimizer={"type":"Lamb","params":{"lr":1}} | Lamb requires zero_optimization.stage 0
 optimizer={"type":"Adafactor","params":{"lr":1}} | Adafactor requires zero_optimization.stage 0
-optimizer={"type":"SGD","params":{"lr":1}} | SGD at zero_optimization.stage 3 requires "zero_allow_untested_optimizer":
-optimizer={"type":"Lion","params":{"lr":1}} | requires "zero_allow_untested_optimizer": true; set it
 optimizer={"type":"Lion","params":{"lr":1,"eps":1e-8}} | unknown key optimizer.params.eps
 optimizer={"type":"SGD","params":{"lr":1,"betas":[0.9,0.98]}} | unknown key optimizer.params.betas
 optimizer={"type":"SGD","params":{"lr":1,"nesterov":true}} zero_optimization.stage=0 | requires
@@ -195,7 +197,6 @@ optimizer.params.lr=Infinity | optimizer.params.lr: Input should be a finite
 optimizer.params.betas=[0.9,2] | optimizer.params.betas.1: Input should be less than 1
 optimizer.params.betas=[0.9, | optimizer.params.betas: Input should be a valid list
 optimizer.params.eps="1e-6" | optimizer.params.eps: Input should be a valid number
-zero_allow_untested_optimizer=true | no effect with optimizer.type AdamW
 zero_force_ds_cpu_optimizer=false | zero_force_ds_cpu_optimizer cannot be false: DeepSpeed reads it for optimizers that
 train_batch_size=9223372036854775808 | train_batch_size: Input should be less than or equal to 2147483647
 train_batch_size="24" | train_batch_size: Input should be a valid integer, got '24'

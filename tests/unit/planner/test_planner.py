@@ -183,8 +183,6 @@ def test_advice_is_accepted_with_every_optimizer(tmp_path: Path, optimizer: str,
         "optimizer": {"type": optimizer, "params": {"lr": 0.001}},
         "zero_optimization": {"stage": stage},
     }
-    if optimizer in ("SGD", "Lion") and stage:
-        settings["zero_allow_untested_optimizer"] = True
     try:
         check_ds_config(settings)
     except ConfigError:
