@@ -134,8 +134,9 @@ def megaclip_loss_bytes(
     gathered = world_size * features if exchange == "all_gather" and world_size > 1 else 0
     at_finish = 2 * unit + 2 * features + gathered  # sums and rounded gradients; the tile is freed
     at_reduction = 0.0
-    if sizes.gradient_bytes == 2 and gathered and reduction == "feature":  # all texts' gradients twice, and this rank's
-        at_reduction = unit + world_size * (1.5 * unit + features) + 1.5 * unit
+    if gathered and reduction == "feature":  # the gradients of all texts and their sum; in bfloat16 both are copies
+        copies = 1.0 if sizes.gradient_bytes == 4 else 1.5
+        at_reduction = unit + world_size * (copies * unit + features) + copies * unit
     return max(at_tiles + tile, at_finish, at_reduction) + vectors
 
 

@@ -35,6 +35,7 @@ MEASURED_MIB = {
     ("two-level ring feature bf16", 32768, 512, 4): 449,
     ("ring scalar", 32768, 512, 4): 386,
     ("all_gather feature", 32768, 512, 4): 578,
+    ("all_gather feature", 1048576, 512, 4): 16396,
     ("all_gather scalar", 32768, 512, 4): 514,
     ("all_gather feature bf16", 32768, 512, 4): 674,
     ("siglip ring feature bf16", 16384, 768, 4): 326,
