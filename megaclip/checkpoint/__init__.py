@@ -2,12 +2,11 @@
 
 Checkpoints of a run:
 
-- `store`: saves and loads them. `background` saves while training continues, from the copies that `host_copy` makes.
+- `store`: saves them. `background` saves while training continues, from the copies that `host_copy` makes.
 - `search`: finds the checkpoints of a run, and checks that they are whole.
 - `saved_states`: finds parameters by name in the files of all ranks, and joins whole weights for exports and
-  evaluations. `megaclip.zero.reshard` loads a checkpoint from it with another number of ranks,
-  ZeRO stage or precision.
-- `deepspeed_files`: saves and loads through DeepSpeed's engine, without executing anything from its files.
+  evaluations. `megaclip.zero.reshard` loads a checkpoint from it, with any number of ranks, ZeRO stage and precision.
+- `deepspeed_files`: saves through DeepSpeed's engine, and reads its files without executing anything from them.
 
 Formats of open_clip and transformers:
 

@@ -1,16 +1,14 @@
 """Write and read DeepSpeed's checkpoint files: with checksums, and without executing anything from a file.
 
 DeepSpeed's files are pickles, and DeepSpeed reads them without restriction. Here they are read with
-`weights_only=True`, which builds tensors, plain Python values and the classes of `_ALLOWED` only. With `CheckedFiles`
-in its engine, DeepSpeed itself reads and writes in this way (`save_with`, `load_with`).
+`weights_only=True`, which builds tensors, plain Python values and the classes of `_ALLOWED` only. DeepSpeed writes them
+with `CheckedFiles` in its engine (`save_with`). It never reads them: `megaclip.zero.reshard` loads checkpoints.
 """
 
-import glob
 import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,34 +166,6 @@ def save_with(files: CheckedFiles, engine: DeepSpeedEngine, folder: Path, tag: s
         engine.checkpoint_engine = own
 
 
-def load_with(files: CheckedFiles, engine: DeepSpeedEngine, folder: Path, tag: str) -> bool:
-    """Load what `save_with` saved on the same number of ranks. Return False if there are no such files."""
-    engine.checkpoint_engine = files
-    # DeepSpeed searches the files with a glob pattern: a run's name may contain "[", "*" or "?".
-    search = partial(type(engine)._get_all_ckpt_names, engine)
-    engine._get_all_ckpt_names = lambda folder, tag: search(glob.escape(folder), tag)
-    loaded, _ = engine.load_checkpoint(
-        str(folder), tag=tag, load_module_strict=not _has_adapters(engine), load_lr_scheduler_states=False
-    )
-    return loaded is not None
-
-
 def _has_adapters(engine: DeepSpeedEngine) -> bool:
     """Return whether checkpoints hold the trained parameters only: --pretrained has the weights below adapters."""
     return getattr(engine.module, "base_sha256", None) is not None
-
-
-@contextmanager
-def joint_epilogue(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Load in the body; the epilogue of ZeRO-3, which gathers parameters, runs after it.
-
-    The body must raise its errors on all ranks: no rank may start the epilogue while another one has failed.
-    """
-    epilogue = getattr(engine.optimizer, "checkpoint_event_epilogue", None)
-    if epilogue is None:
-        yield
-        return
-    engine.optimizer.checkpoint_event_epilogue = lambda: None
-    yield
-    engine.optimizer.checkpoint_event_epilogue = epilogue
-    epilogue()

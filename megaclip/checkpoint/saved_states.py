@@ -58,7 +58,9 @@ class SavedStates:
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     """name -> shape of the part that one tensor-parallel rank wrote."""
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """name -> entries of the parameter's optimizer state that are numbers ("step")."""
+    """name -> entries of the parameter's optimizer state without a number per element: "step", Adafactor's factors."""
+    group_step: Any = None
+    """Number of steps of each group of parameters at ZeRO-0, if the optimizer counts them there, as LAMB does."""
     counters: dict[str, int] = field(default_factory=dict)
     """Counters of the engine, such as global_steps."""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -91,8 +93,11 @@ class SavedStates:
             if one_model_file:
                 saved._add_model_file(_map(model_files[tensor_rank, 0]), optimizers, tensor_rank)
                 continue
+            model = _map(model_files[tensor_rank, 0])
             for rank, optimizer in enumerate(optimizers):
-                saved._add_stage_3(_map(model_files[tensor_rank, rank]), optimizer, tensor_rank, rank, ranks)
+                if rank and model["frozen_param_fragments"]:  # all else in them is equal on all ranks
+                    model = _map(model_files[tensor_rank, rank])
+                saved._add_stage_3(model, optimizer, tensor_rank, rank, ranks)
         saved._add_locked(folder.parent / MODEL_CARD / LOCKED_WEIGHTS)
         return saved
 
@@ -170,7 +175,11 @@ class SavedStates:
         """Add a parameter's piece of a flat group. Padding may make state tensors longer than `fp32`, never shorter."""
         place = slice(start, start + numel)
         self._add(name, FP32, tensor_rank, fp32[place])
-        tensors = {kind: value for kind, value in state.items() if torch.is_tensor(value) and value.ndim}
+        tensors = {
+            kind: value
+            for kind, value in state.items()
+            if torch.is_tensor(value) and value.ndim and value.numel() >= len(fp32)
+        }
         for kind, value in tensors.items():
             self._add(name, kind, tensor_rank, value.view(-1)[place])
         self.numbers[name] = {kind: value for kind, value in state.items() if kind not in tensors}
@@ -192,7 +201,9 @@ class SavedStates:
         state = model["optimizer"]["state"]
         # DeepSpeed's FusedAdam counts its steps only in the last parameter of a group.
         counts = {"step": max(part["step"] for part in state.values())} if "step" in state.get(0, {}) else {}
-        trained = [name for group in model["optimizer"]["param_groups"] for name in group[PARAMETER_NAMES]]
+        groups = model["optimizer"]["param_groups"]
+        self.group_step = groups[0].get("step")
+        trained = [name for group in groups for name in group[PARAMETER_NAMES]]
         for index, name in enumerate(trained):
             value = model["module"][name]
             self._add_trained(name, value.reshape(-1), state.get(index, {}) | counts, tensor_rank, 0, value.numel())

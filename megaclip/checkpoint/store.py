@@ -1,4 +1,4 @@
-"""Training checkpoints: save and load them.
+"""Training checkpoints: save them. `megaclip.zero.reshard` loads them.
 
     RUN/checkpoints/
         latest              name of the newest complete checkpoint; replaced atomically after every rank has written
@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed import DeepSpeedEngine
 
 from megaclip.checkpoint import manifest
-from megaclip.checkpoint.deepspeed_files import CheckedFiles, joint_epilogue, load_with, loading, read_file, save_with
+from megaclip.checkpoint.deepspeed_files import CheckedFiles, read_file, save_with
 from megaclip.checkpoint.durable import FileRecord, checksum, make_folders
 from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.search import (
@@ -235,40 +234,6 @@ def read_state(folder: Path, tag: str) -> dict[str, Any]:
     """Return the `state` that was given to `save`, of a checkpoint that is whole (`search.require_whole`)."""
     state: dict[str, Any] = json.loads((folder / tag / STATE).read_text(encoding="utf-8"))
     return state
-
-
-def load(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
-    """Load parameters and optimizer state into `engine`, on every rank; the optimizer's settings stay unchanged.
-
-    The number of ranks and the ZeRO stage must be those that saved. `megaclip.zero.reshard` handles all other cases.
-
-    Raises:
-        CheckpointError: on every rank, if any rank cannot read its part.
-    """
-    settings = [
-        {name: value for name, value in group.items() if name not in ("params", "step")}
-        for group in engine.optimizer.param_groups
-    ]
-    with joint_epilogue(engine), raise_on_all_ranks(), loading(folder / tag):
-        loaded = load_with(CheckedFiles(), engine, folder, tag)  # reads without executing anything
-        for group, own in zip(engine.optimizer.param_groups, settings, strict=True):
-            group.update(own)
-        if engine.zero_optimization_stage() == 0:
-            _count_in_every_parameter(engine.optimizer)
-        if not loaded:
-            raise CheckpointError(f"checkpoint {str(folder / tag)!r} lacks DeepSpeed's files; choose another one")
-
-
-def _count_in_every_parameter(optimizer: torch.optim.Optimizer) -> None:
-    """Set the number of steps in the optimizer state of every parameter.
-
-    DeepSpeed's FusedAdam counts its steps only in the last parameter of a group. PyTorch's Adam, with which the run may
-    be resumed, reads the count of every parameter, and would correct the bias of the moments as in its first step.
-    """
-    counting = [state for state in optimizer.state.values() if "step" in state]
-    steps = max((int(state["step"]) for state in counting), default=0)
-    for state in counting:
-        state["step"] = torch.full_like(state["step"], steps) if torch.is_tensor(state["step"]) else steps
 
 
 def read_loss_states(folder: Path, tag: str) -> Iterator[dict[str, Any]]:

@@ -26,12 +26,12 @@ from megaclip.logging import get_logger
 from megaclip.models import OpenClipConfig
 from megaclip.models.descriptions import TOWERS_KEY
 from megaclip.zero.parameter_groups import grouping
-from megaclip.zero.reshard import load_resharded
+from megaclip.zero.reshard import load_checkpoint
 
 logger = get_logger(__name__)
 
-_PARTITIONING = ("world_size", "tensor_parallel_size", "zero_stage", "precision", "zero_layout")
-"""Keys of `describe_run` that decide how parameters and optimizer states are partitioned among ranks."""
+_PARTITIONING = ("world_size", "tensor_parallel_size", "zero_stage", "precision")
+"""Keys of `describe_run` that may differ in a resumed run, because its checkpoint is converted."""
 _BASE_FLAGS = {
     "whole": "pretrained",
     "image": "pretrained_image",
@@ -53,14 +53,12 @@ def describe_run(
     """
     model = inputs.saved_config
     towers = {TOWERS_KEY: "open_clip"} if isinstance(model, OpenClipConfig) else {}  # of other parameters' names
-    zero = inputs.config.for_deepspeed.get("zero_optimization", {})
     lora, base = inputs.config.megaclip.lora, {name: getattr(arguments, flag) for name, flag in _BASE_FLAGS.items()}
     return {
         "world_size": dist.get_world_size(),
         "tensor_parallel_size": inputs.config.megaclip.tensor_parallel_size,
         "zero_stage": inputs.config.zero_stage,
         "precision": "bf16" if inputs.config.bf16 else "float32",
-        "zero_layout": {key: zero.get(key) for key in ("parameter_alignment", "sub_group_size")},
         "locked": {
             "image": arguments.lock_image_unlocked_groups if arguments.lock_image else None,
             "text": arguments.lock_text_unlocked_layers if arguments.lock_text else None,
@@ -125,13 +123,11 @@ def resume(trainer: Trainer, identity: dict[str, Any], checkpoints: Path) -> tup
                 "choose another checkpoint"
             ) from None
         run = _run_after(*found, checkpoints, arguments.resume)
-    if _same_partitioning(state, identity):
-        store.load(trainer.engine, *found)
-    else:
-        shape = "{world_size} ranks at ZeRO-{zero_stage} in {precision}, tensor-parallel size {tensor_parallel_size}"
-        was, now = (shape.format(**properties) for properties in (state, identity))
+    shape = "{world_size} ranks at ZeRO-{zero_stage} in {precision}, tensor-parallel size {tensor_parallel_size}"
+    was, now = (shape.format(**properties) for properties in (state, identity))
+    if was != now:
         logger.info("converting a checkpoint of %s to %s", was, now)
-        load_resharded(trainer.engine, found[0] / found[1])
+    load_checkpoint(trainer.engine, found[0] / found[1])
     with raise_on_all_ranks():
         loss_states = store.read_loss_states(*found)
         if loss.own is not None:
@@ -215,14 +211,6 @@ def _run_after(folder: Path, tag: str, checkpoints: Path, wanted: str | None) ->
     if same_folder and group_rank() == 0:
         logger.warning("the checkpoints after %s are kept until you delete them", folder / tag)
     return uuid.uuid4().hex
-
-
-def _same_partitioning(state: dict[str, Any], identity: dict[str, Any]) -> bool:
-    """Return True if each rank's parameters and optimizer states are partitioned as in the checkpoint."""
-    same_model = state["tensor_parallel_size"] == identity["tensor_parallel_size"]
-    if same_model and state["zero_stage"] == identity["zero_stage"] == 0:
-        return True
-    return all(state[key] == identity[key] for key in _PARTITIONING)
 
 
 def _check_same_run(state: dict[str, Any], identity: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@
   tower's parameters gathered at ZeRO-3.
 - `logit_scale`: exact access to the float32 masters of `logit_scale` and `logit_bias`.
 - `masters`: where each rank keeps its part of the float32 masters. `weight_average`: their moving average. `reshard`:
-  loads a checkpoint of another number of ranks or ZeRO stage.
+  loads a checkpoint, also of another number of ranks or ZeRO stage.
 - `backward`: the backward passes of a step, and the sums of its chunks' gradients. `parameters`: the attributes of
   partitioned parameters. `settings`: DeepSpeed's models of ds_config.json.
 - `op_builds`: registers MegaCLIP's op, and watches those that DeepSpeed compiles at first use.

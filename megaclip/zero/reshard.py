@@ -1,4 +1,4 @@
-"""Load a checkpoint into an engine with another number of ranks or another ZeRO stage than the engine that saved it.
+"""Load a checkpoint into an engine, whose number of ranks and ZeRO stage may differ from those of the saving engine.
 
 DeepSpeed loads only checkpoints of the same number of ranks and the same stage. Its universal checkpoints remove that
 limit for Adam only, and need a second copy of everything on the disk. They do not restore frozen parameters. At ZeRO-3
@@ -25,7 +25,7 @@ from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.zero.masters import FlatGroup, Slot, flat_groups, publish_masters
 
 
-def load_resharded(engine: DeepSpeedEngine, folder: Path) -> None:
+def load_checkpoint(engine: DeepSpeedEngine, folder: Path) -> None:
     """Load parameters, optimizer state and step counters into `engine`, on every rank.
 
     The optimizer's settings (weight decay, betas) stay the engine's own.
@@ -68,12 +68,14 @@ def _fill(engine: DeepSpeedEngine, groups: list[FlatGroup], saved: SavedStates) 
     state: dict[int, dict[str, Any]] = {}
     for index, group in enumerate(groups):
         first = group.slots[0].name
-        # Numbers are copied for each group, because torch counts steps in place.
+        # Numbers are copied for each group, because optimizers count steps in place.
         state[index] = {kind: _gather(engine, saved, group, kind) for kind in saved.state_kinds(first)}
         state[index] |= copy.deepcopy(saved.numbers.get(first, {}))
         group.flat.data.copy_(_gather(engine, saved, group, FP32))
     if not engine.zero_optimization():
         optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+        for settings in optimizer.param_groups if saved.group_step is not None else ():
+            settings["step"] = copy.deepcopy(saved.group_step)
         return
     own = optimizer.state_dict()  # contains the tensors of `groups`, filled above
     own["base_optimizer_state" if "base_optimizer_state" in own else "optimizer_state_dict"]["state"] = state

@@ -30,6 +30,7 @@ from megaclip.objectives import Caption
 from megaclip.open_clip_package import import_open_clip
 from megaclip.step.batch import DeviceFeed, Tower
 from megaclip.step.gradient_cache import RandomState
+from megaclip.zero.reshard import load_checkpoint
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import (
     BATCH,
@@ -143,7 +144,7 @@ def train(case: Case, folder: Path, checkpoints: Path) -> Outcome:
     outcome.parameters, outcome.statistics = whole_parameters(engine), statistics_of(engine.module)
     if case.resumes:
         resumed = start_engine(case, folder)
-        store.load(resumed, checkpoints, "step_00000001")
+        load_checkpoint(resumed, checkpoints / "step_00000001")
         take_step(resumed, case, 1, Outcome())
         outcome.resumed = whole_parameters(resumed) | statistics_of(resumed.module)
     return outcome

@@ -25,7 +25,7 @@ from megaclip.errors import CheckpointError
 from megaclip.models import DualEncoder, build_model
 from megaclip.models.lora import import_peft
 from megaclip.models.transformers_keys import to_transformers
-from megaclip.zero.reshard import load_resharded
+from megaclip.zero.reshard import load_checkpoint
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import (
     SEED,
@@ -122,7 +122,7 @@ def resume(stage: int, folder: Path) -> Outcome:
     folder = folder / f"zero{stage}"
     folder.mkdir(exist_ok=True)
     if torch.distributed.get_world_size() == 1:
-        load_resharded(engine, folder / first)
+        load_checkpoint(engine, folder / first)
         store.save(engine, store.Target(folder, 2, {}, 2))
         return outcome
     take_step(engine, case(stage), 0, outcome)
@@ -130,7 +130,7 @@ def resume(stage: int, folder: Path) -> Outcome:
     take_step(engine, case(stage), 1, outcome)
     outcome.parameters = adapters(engine)
     resumed = start_engine(case(stage))
-    store.load(resumed, folder, first)
+    load_checkpoint(resumed, folder / first)
     take_step(resumed, case(stage), 1, outcome)
     outcome.resumed = adapters(resumed)
     return outcome

@@ -15,7 +15,7 @@ from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
 from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights, write_weights
 from megaclip.checkpoint.saved_states import consolidated_weights
 from megaclip.checkpoint.verify import TOLERANCE, verify
-from megaclip.zero.reshard import load_resharded
+from megaclip.zero.reshard import load_checkpoint
 from tests.distributed.engine_cases import STEPS, WORLD_SIZE, Outcome, whole_parameters
 from tests.distributed.harness import or_traceback, run_ranks
 from tests.distributed.open_clip_cases import Case, description, oracle, start_engine, statistics_of, train
@@ -183,7 +183,7 @@ def reload(checkpoints: Path, exported: Path, folder: Path) -> list[dict[str, np
     engine = start_engine(case, folder, "--pretrained", str(exported))
     results.append(whole_parameters(engine) | statistics_of(engine.module))
     engine = start_engine(case, folder)
-    load_resharded(engine, checkpoints / f"step_{STEPS:08d}")
+    load_checkpoint(engine, checkpoints / f"step_{STEPS:08d}")
     results.append(whole_parameters(engine) | statistics_of(engine.module))
     return results
 

@@ -21,7 +21,7 @@ from megaclip.checkpoint.store import Target, save
 from megaclip.comm.groups import group_rank
 from megaclip.engine.saved_model import locked_weights
 from megaclip.models import build_model, load_model_config
-from megaclip.zero.reshard import load_resharded
+from megaclip.zero.reshard import load_checkpoint
 from tests.distributed.checks import assert_passed, run_checks
 from tests.distributed.engine_cases import MODEL, WORLD_SIZE, Case, start_engine, whole_parameters, whole_value
 from tests.distributed.harness import run_ranks
@@ -75,7 +75,7 @@ def check_saved(engine: DeepSpeedEngine, case: Case, folder: Path, expected: dic
         assert torch.equal(exported[name], value), name
     if locked and case.tensor_parallel == 1:
         resumed = start_engine(replace(case, stage=0, bf16=False))
-        load_resharded(resumed, folder / tag)
+        load_checkpoint(resumed, folder / tag)
         for name, found in whole_parameters(resumed).items():
             assert torch.equal(torch.from_numpy(found), expected[name]), name
         exact = locked_weights(folder / tag, folder, locked, bf16=True)

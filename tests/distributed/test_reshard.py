@@ -21,7 +21,7 @@ from megaclip.checkpoint import store
 from megaclip.checkpoint.saved_states import consolidated_weights
 from megaclip.errors import CheckpointError
 from megaclip.zero.optimizers import set_learning_rate, update
-from megaclip.zero.reshard import load_resharded
+from megaclip.zero.reshard import load_checkpoint
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import (
     STEPS,
@@ -138,12 +138,12 @@ def save_all(folder: str) -> dict[str, tuple[State, float, State]]:
         if case.optimizer != "AdamW":
             engine_cases.SEED += 1
             engine = start(case)
-            store.load(engine, Path(folder) / name, tag)
+            load_checkpoint(engine, Path(folder) / name / tag)
             engine_cases.SEED -= 1
             again = (state_of(engine, case), train_step(engine, case, STEPS), whole_parameters(engine))
             results[f"{name} again"] = again
     engine = start(SAVED["zero0"], torch_adam=True)
-    store.load(engine, Path(folder) / "zero0", tag)
+    load_checkpoint(engine, Path(folder) / "zero0" / tag)
     loss = train_step(engine, SAVED["zero0"], STEPS)
     results["zero0 torch_adam"] = ({}, loss, whole_parameters(engine))
     return results
@@ -155,7 +155,7 @@ def load_all(folder: str) -> dict[str, tuple[State, float, State, list[float], i
     engine_cases.SEED += 1
     for name, (saved, case) in LOADED[dist.get_world_size()].items():
         engine = start(case)
-        load_resharded(engine, Path(folder) / saved / f"step_{STEPS:08d}")
+        load_checkpoint(engine, Path(folder) / saved / f"step_{STEPS:08d}")
         decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
         counted = engine.global_steps
         results[name] = (
@@ -253,7 +253,7 @@ def refusals(folder: str) -> dict[str, str]:
 
     def refuse(name: str, path: Path) -> None:
         with pytest.raises(CheckpointError) as error:
-            load_resharded(engine, path)
+            load_checkpoint(engine, path)
         messages[name] = str(error.value)
 
     refuse("other locked towers", Path(folder) / "zero1 locked" / step.name)

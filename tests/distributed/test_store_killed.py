@@ -16,6 +16,7 @@ from megaclip.checkpoint import manifest, search, store
 from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.comm.collectives import gather_objects
 from megaclip.errors import CheckpointError
+from megaclip.zero.reshard import load_checkpoint
 from tests.distributed import engine_cases
 from tests.distributed.checks import Outcome, assert_passed, run_checks
 from tests.distributed.engine_cases import WORLD_SIZE, Case
@@ -77,7 +78,7 @@ def check_damaged_part(folder: Path) -> None:
         damaged.write_bytes(damaged.read_bytes()[:500])
     dist.barrier()
     with pytest.raises(CheckpointError, match=r"rank_1_mp_rank_00_optim_states\.pt' cannot be read"):
-        store.load(engine, folder, "step_00000003")
+        load_checkpoint(engine, folder / "step_00000003")
 
 
 def check_order_of_writing(folder: Path, stage: int) -> None:
@@ -119,7 +120,7 @@ def parameters_after_loading(folder: Path, tag: str) -> tuple[dict, dict]:
     trained = engine_cases.start_engine(CASE)
     step(trained, 0)
     loaded = engine_cases.start_engine(CASE)
-    store.load(loaded, folder, tag)
+    load_checkpoint(loaded, folder / tag)
     return engine_cases.whole_parameters(loaded), engine_cases.whole_parameters(trained)
 
 

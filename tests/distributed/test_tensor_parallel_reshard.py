@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megaclip.checkpoint import saved_states, store
-from megaclip.zero.reshard import load_resharded
+from megaclip.zero.reshard import load_checkpoint
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import STEPS, Case
 from tests.distributed.harness import run_ranks
@@ -62,7 +62,7 @@ def load_all(folder: str, size: int, cases: dict[str, tuple[str, int]]) -> dict[
         case = replace(SAVED[source], stage=stage, tensor_parallel=size, ranks=dist.get_world_size())
         case = case if stage == 3 else replace(case, offload="optimizer" if stage and case.offload else "")
         engine = start(case)
-        load_resharded(engine, Path(folder) / source / TAG)
+        load_checkpoint(engine, Path(folder) / source / TAG)
         results[name] = (state_of(engine, case), train_step(engine, case, STEPS))
     return results
 
@@ -74,7 +74,7 @@ def load_with_a_fault(folder: str) -> State:
     with pytest.MonkeyPatch.context() as patch:
         exact = saved_states.split_dim
         patch.setattr(saved_states, "split_dim", lambda name: None if exact(name) is None else 0)
-        load_resharded(engine, Path(folder) / "zero1" / TAG)
+        load_checkpoint(engine, Path(folder) / "zero1" / TAG)
     return state_of(engine, case)
 
 

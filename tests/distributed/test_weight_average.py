@@ -22,7 +22,7 @@ from megaclip.checkpoint.saved_states import consolidated_weights
 from megaclip.comm.collectives import raise_on_all_ranks, wait_for_all_ranks
 from megaclip.errors import CheckpointError, DataError
 from megaclip.zero.optimizers import set_learning_rate, update
-from megaclip.zero.reshard import load_resharded
+from megaclip.zero.reshard import load_checkpoint
 from megaclip.zero.weight_average import WeightAverage
 from tests.distributed.engine_cases import (
     BATCH,
@@ -82,12 +82,12 @@ def run_case(name: str, averaged: Averaged, folder: Path) -> None:
         if step == 0:
             np.savez(whole / f"in_model_{dist.get_rank()}.npz", **parameters_with(engine, average))
     engine, average = start(case)
-    store.load(engine, whole, TAGS[0])
+    load_checkpoint(engine, whole / TAGS[0])
     average.loaded(1)
     take_step(engine, average, case, 1)
     store.save(engine, store.Target(same, 2, {}, 9))
     engine, average = start(loads)
-    load_resharded(engine, whole / TAGS[0])
+    load_checkpoint(engine, whole / TAGS[0])
     average.loaded(1)
     store.save(engine, store.Target(other, 1, {}, 9))
     take_step(engine, average, loads, 1)
@@ -211,11 +211,11 @@ def without_average(folder: Path, checkpoints: Path) -> None:
     """Load a checkpoint with averages into an engine without them, and its next checkpoint into one with them."""
     case = QUICK["zero1"].case
     engine = start_engine(case)
-    store.load(engine, checkpoints, TAGS[1])
+    load_checkpoint(engine, checkpoints / TAGS[1])
     WeightAverage(engine, None).loaded(2)
     store.save(engine, store.Target(folder, 1, {}, 9))
     engine, average = start(case)
-    store.load(engine, folder, TAGS[0])
+    load_checkpoint(engine, folder / TAGS[0])
     average.loaded(2)
     take_step(engine, average, case, 0)
     store.save(engine, store.Target(folder, 2, {}, 9))
