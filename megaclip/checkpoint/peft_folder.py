@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from megaclip.checkpoint.adapters import lora_state
+from megaclip.checkpoint.model_card import read_model_card
 from megaclip.checkpoint.open_clip_directory import check_output, new_directory
 from megaclip.checkpoint.open_clip_weights import write_tensors
 from megaclip.checkpoint.saved_states import consolidated_weights
-from megaclip.checkpoint.search import locate, require_whole
+from megaclip.checkpoint.search import MODEL_CARD, locate, require_whole
 from megaclip.errors import CheckpointError
 from megaclip.models.lora import adapter_config
 from megaclip.models.open_clip_keys import SCALARS, StateDict
+from megaclip.models.transformers_config import config_of
 from megaclip.models.transformers_keys import transformers_name
 
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -33,6 +35,7 @@ def export_adapters(
         the scalars of the loss, which the folder does not have.
 
     Raises:
+        ConfigError: transformers has no such model.
         CheckpointError: the run has no adapters, transformers has no such layers, or a path is refused.
     """
     folder, tag = locate(source, tag)
@@ -43,6 +46,9 @@ def export_adapters(
         raise CheckpointError(
             f"{folder / tag} has no adapters, because megaclip.lora was not set; use --format open_clip"
         )
+    description = read_model_card(folder / MODEL_CARD).config.to_open_clip()
+    bias = 0.0 if "timm_model_name" in description["vision_cfg"] else None  # the folder does not have it
+    config_of(description | {"init_logit_bias": bias})  # raises if transformers has no such model
     trained = consolidated_weights(folder, tag, ema=ema, merges=False)
     write_adapters(out_dir, trained, settings)
     return {name: trained[name] for name in SCALARS if name in trained}

@@ -6,6 +6,7 @@ adapters to the same model.
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -21,7 +22,7 @@ from megaclip.checkpoint.peft_folder import export_adapters
 from megaclip.checkpoint.saved_states import FP32, WORKING, SavedStates
 from megaclip.checkpoint.verify import verify
 from megaclip.comm.parallelism import ONE_RANK
-from megaclip.errors import CheckpointError
+from megaclip.errors import CheckpointError, ConfigError
 from megaclip.models import DualEncoder, build_model
 from megaclip.models.lora import import_peft
 from megaclip.models.transformers_keys import to_transformers
@@ -235,6 +236,14 @@ def test_exports_have_the_features_of_the_trained_model(trained, tmp_path):
         output = adapted(input_ids=tokens, pixel_values=images)
     torch.testing.assert_close(output.image_embeds, image, rtol=0, atol=1e-5)
     torch.testing.assert_close(output.text_embeds, text, rtol=0, atol=1e-5)
+
+    pooled = SimpleNamespace(config=EXPORTED.replace(vision_cfg={"pool_type": "avg"}))
+    of_card = mock.patch("megaclip.checkpoint.peft_folder.read_model_card", return_value=pooled)
+    with (
+        of_card,
+        pytest.raises(ConfigError, match=r'vision_cfg.pool_type "avg": .* no such setting; use --format open'),
+    ):
+        export_adapters(folder / "checkpoints", tmp_path / "others", None)
 
     torch.manual_seed(2)
     write_weights(folder / "base", build_model(EXPORTED).state_dict(), EXPORTED)
