@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from megaclip.data.batch import PADDING_ID, BadSample
 from megaclip.data.images import ImageTransform
 from megaclip.data.reading import ReadableSet, decode_image
+from megaclip.errors import DataError
 from megaclip.evaluation.retrieval import RetrievalExamples
 from megaclip.logging import get_logger, log_once
 
@@ -154,6 +155,6 @@ def _read(dataset: ReadableSet, pair: int) -> tuple[str, Picture]:
             caption = next((line.strip() for line in sample.caption.splitlines() if line.strip()), "")
             pixels = decode_image(ImageTransform(_THUMBNAIL), sample, (0, 0, 0))
             return caption, Image.fromarray(pixels.permute(1, 2, 0).numpy())
-    except BadSample as bad:
+    except (BadSample, DataError) as bad:  # the other ranks do not wait for this one
         log_once(_logger.warning, f"cannot read a sample of the evaluation pictures: {bad}")
     return caption, None
