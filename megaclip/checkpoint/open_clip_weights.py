@@ -11,7 +11,6 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from megaclip.checkpoint.manifest import require_whole
 from megaclip.checkpoint.weight_files import WEIGHTS_NAME, read_tensors
 from megaclip.errors import first_line
 from megaclip.files import replacing
@@ -33,6 +32,8 @@ def pretrained_weights(
 ) -> StateDict:
     """Read the weights with which training starts; return them by the names of `model`, and log what was read.
 
+    It does not communicate. Before it, `manifest.require_whole` checks the files on all ranks.
+
     Args:
         model: not changed.
         whole: --pretrained, a file or directory with the weights of a whole model, or None.
@@ -40,13 +41,12 @@ def pretrained_weights(
         kept_positions: --keep-text-positions, for the weights that supply the text tower.
 
     Raises:
-        CheckpointError: a file cannot be read, is damaged or does not fit the model.
+        CheckpointError: a file cannot be read or does not fit the model.
     """
     weights: StateDict = {}
     for tower, path in (("", whole), ("image", image), ("text", text)):
         if path is None:
             continue
-        require_whole(Path(path))
         tensors, source = read_tensors(path, quick_gelu=model.config.quick_gelu), str(path)
         kept = kept_positions if tower == ("" if text is None else "text") else 0
         if tower:

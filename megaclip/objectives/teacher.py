@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaclip.checkpoint.manifest import require_whole
 from megaclip.checkpoint.model_card import read_model_card
 from megaclip.checkpoint.open_clip_weights import pretrained_weights
 from megaclip.errors import ConfigError
@@ -43,6 +44,7 @@ class TeacherModel:
     def load(self) -> None:
         """Load the weights."""
         self._model = build_model(self.card.config).eval().requires_grad_(False)
+        require_whole(self.card.directory)
         copy_weights(self._model, pretrained_weights(self._model, self.card.directory))
         self.logit_scale = self._model.logit_scale.exp().item()
 

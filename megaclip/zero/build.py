@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megaclip.checkpoint.manifest import require_whole
 from megaclip.checkpoint.open_clip_weights import pretrained_weights
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.comm.parallelism import Parallelism, parallel_groups
@@ -79,6 +81,8 @@ def build_engine(
             "train_micro_batch_size_per_gpu 1 cannot be used with the batch norms of this image tower, which normalise "
             "a chunk by its own mean and deviation; use 2 or more"
         )
+    for path in filter(None, (arguments.pretrained, arguments.pretrained_image, arguments.pretrained_text)):
+        require_whole(Path(path))
     pretrained = pretrained_weights(
         model,
         arguments.pretrained,

@@ -19,7 +19,8 @@ from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
 from megaclip.checkpoint.open_clip_directory import export_checkpoint
 from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights, write_weights
 from megaclip.checkpoint.peft_folder import export_adapters
-from megaclip.checkpoint.saved_states import FP32, WORKING, SavedStates
+from megaclip.checkpoint.saved_states import FP32, WORKING, SavedStates, read_model
+from megaclip.checkpoint.search import locate_model
 from megaclip.checkpoint.verify import verify
 from megaclip.comm.parallelism import ONE_RANK
 from megaclip.errors import CheckpointError, ConfigError
@@ -227,6 +228,8 @@ def test_exports_have_the_features_of_the_trained_model(trained, tmp_path):
         torch.testing.assert_close(theirs, features, rtol=0, atol=1e-5)
         assert (other - features).abs().max() > 1e-2
     assert verify(tmp_path / "merged", merged).passed
+    with mock.patch.object(manifest, "gather_objects", side_effect=AssertionError("one rank alone may fail to read")):
+        read_model(*locate_model(folder))
 
     scalars = export_adapters(folder / "checkpoints", tmp_path / "adapters", None)
     assert torch.equal(scalars["logit_scale"], weights["logit_scale"])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megaclip.checkpoint.open_clip_directory import export_checkpoint
 from megaclip.guards.lock import RunLock
 from megaclip.models import ModelConfig, build_model
 from tests.end_to_end.training_runs import WORLD_SIZE, Finished, copy_shard, flags, launch, run_in_ranks
@@ -54,6 +55,7 @@ MISTAKES = {
     "a missing tokenizer": Mistake(["nowhere.model"], {"tokenizer": "MADE/nowhere.model"}),
     "weights of another model": Mistake(["other.pt"], {"pretrained": "MADE/other.pt"}),
     "weights that are none": Mistake(["noise.tar"], {"pretrained": "MADE/noise.tar"}),
+    "damaged weights": Mistake(["open_clip_model.safetensors has 7 bytes"], {"pretrained": "MADE/exported"}),
     "missing weights": Mistake(["nowhere.pt"], {"pretrained": "MADE/nowhere.pt"}),
     "a wrong key": Mistake(
         ["unknown key megaclip.exchnage", "did you mean 'exchange'?"], config_changes={"megaclip": {"exchnage": "ring"}}
@@ -121,6 +123,8 @@ def made(tiny_run, tmp_path_factory) -> Path:
     torch.save(build_model(other).state_dict(), folder / "other.pt")
     worked = run_in_ranks([flags(tiny_run, tiny_run / "zero1.json", folder / "runs")])[0]
     assert [end.exit_code for end in worked] == [0] * WORLD_SIZE, worked[0].output
+    export_checkpoint(folder / "runs" / "run", folder / "exported", None)
+    (folder / "exported" / "open_clip_model.safetensors").write_bytes(b"cut off")
     shutil.copytree(folder / "runs", folder / "damaged")
     next((folder / "damaged").glob("run/checkpoints/step_*/*rank_1*")).write_bytes(b"cut off")
     return folder
