@@ -30,8 +30,7 @@ class ImageDecoding:
         self._steps: list[tuple[float, float]] = []
         """Seconds of waiting for samples and of the whole step, for the first steps of this process."""
         if setting == "gpu":
-            with raise_on_all_ranks():
-                self.use_gpu()
+            self.use_gpu()
 
     @property
     def libraries(self) -> str:
@@ -39,8 +38,13 @@ class ImageDecoding:
         return image_decoder(on_gpu=self.gpu is not None)
 
     def use_gpu(self) -> None:
-        """Decode JPEG files on the GPU. Raises ConfigError if it cannot."""
-        self.gpu = open_gpu_decoder(self._device, self._transform.interpolation)
+        """Decode JPEG files on the GPU. Raises ConfigError, on every rank, if a rank cannot."""
+        try:
+            with raise_on_all_ranks():
+                self.gpu = open_gpu_decoder(self._device, self._transform.interpolation)
+        except ConfigError:
+            self.gpu = None  # of a rank that could
+            raise
 
     def step_done(self, batch: StepStore, waited_s: float, step_s: float) -> bool:
         """Return True if later steps of `batch` have another decoder. Called after each step.
@@ -68,10 +72,8 @@ class ImageDecoding:
             logger.info("--image-decoder auto: %s, so %s decode all images", steps, before)
             return False
         try:
-            with raise_on_all_ranks():
-                self.use_gpu()
+            self.use_gpu()
         except ConfigError as problem:
-            self.gpu = None  # of a rank that could
             logger.info("--image-decoder auto: %s, but %s", steps, problem)
             return False
         batch.decode_on(self.gpu)

@@ -15,7 +15,7 @@ from megaclip.checkpoint.manifest import find_damage_on_all_ranks, summary
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.comm.groups import group_rank
 from megaclip.config import BatchLayout, TrainArguments
-from megaclip.data import GPU_DECODER, check_manifest, image_decoder
+from megaclip.data import GPU_DECODER, check_manifest
 from megaclip.data.order import ORDER_VERSION
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.run_loss import RunLoss
@@ -46,8 +46,8 @@ def describe_run(
 ) -> dict[str, Any]:
     """Return the properties of a run that every checkpoint stores, in JSON types.
 
-    A resumed run must have the same properties, except those in `_PARTITIONING`, `BASE`, `image_decoder` and, in some
-    cases, `total_steps`.
+    A resumed run must have the same properties, except those in `_PARTITIONING`, `BASE` and, in some cases,
+    `total_steps`.
 
     base_sha256: checksum of the weights to which adapters were added, or None.
     """
@@ -76,7 +76,6 @@ def describe_run(
         "model": model.to_open_clip() | towers,
         "tokenizer": inputs.tokenizer.identity,
         "preprocess": inputs.preprocess_cfg,
-        "image_decoder": image_decoder(on_gpu=arguments.image_decoder == "gpu"),
         "data": inputs.train.manifest(),
     }
 
@@ -104,10 +103,6 @@ def resume(trainer: Trainer, identity: dict[str, Any], checkpoints: Path) -> tup
     with raise_on_all_ranks():
         try:
             state = store.read_state(*found)
-            if arguments.image_decoder == "auto" and state.get("image_decoder") == GPU_DECODER:
-                with contextlib.suppress(ConfigError):  # the check below warns of another decoder
-                    trainer.decoding.use_gpu()
-                    identity = identity | {"image_decoder": GPU_DECODER}
             _check_same_run(state, identity)
             _check_length(state, identity, arguments, loss)
         except MegaclipError:
@@ -123,6 +118,7 @@ def resume(trainer: Trainer, identity: dict[str, Any], checkpoints: Path) -> tup
                 "choose another checkpoint"
             ) from None
         run = _run_after(*found, checkpoints, arguments.resume)
+    _follow_decoder(state["image_decoder"], trainer)
     shape = "{world_size} ranks at ZeRO-{zero_stage} in {precision}, tensor-parallel size {tensor_parallel_size}"
     was, now = (shape.format(**properties) for properties in (state, identity))
     if was != now:
@@ -215,7 +211,7 @@ def _run_after(folder: Path, tag: str, checkpoints: Path, wanted: str | None) ->
 
 def _check_same_run(state: dict[str, Any], identity: dict[str, Any]) -> None:
     """Raise unless the checkpoint with this `state` was written by the run with this `identity`."""
-    if missing := sorted(identity.keys() - state.keys()):
+    if missing := sorted({*identity, "image_decoder"} - state.keys()):
         raise CheckpointError(
             f"the checkpoint does not record {', '.join(missing)}, because an earlier version of MegaCLIP wrote it; "
             "export it with `megaclip export` and start from the export with --pretrained"
@@ -224,15 +220,8 @@ def _check_same_run(state: dict[str, Any], identity: dict[str, Any]) -> None:
         if type(state.get(name)) is not int or state[name] < 0:
             raise CheckpointError(f"the checkpoint's {name} is {state.get(name)!r}; choose another checkpoint")
     check_manifest(state["data"], identity["data"])
-    if (was := state["image_decoder"]) != (now := identity["image_decoder"]) and group_rank() == 0:
-        logger.warning(
-            "the images before the checkpoint were decoded and resized by %s, and now by %s: their pixels differ "
-            "slightly, so the losses are not equal to the bit to those of a run without a stop",
-            was,
-            now,
-        )
     for key, now in json.loads(json.dumps(identity)).items():
-        if key in ("data", "total_steps", "image_decoder", BASE, *_PARTITIONING) or (was := state[key]) == now:
+        if key in ("data", "total_steps", BASE, *_PARTITIONING) or (was := state[key]) == now:
             continue
         if key == "global_batch":
             raise CheckpointError(
@@ -249,6 +238,20 @@ def _check_same_run(state: dict[str, Any], identity: dict[str, Any]) -> None:
         raise CheckpointError(
             f"the checkpoint was written with {name} {was!r}, and this run has {now!r}; resume with the run's own "
             "settings, or start a new run from its weights with --pretrained"
+        )
+
+
+def _follow_decoder(was: str, trainer: Trainer) -> None:
+    """Decode on the GPU if the checkpoint's run did and --image-decoder allows it; warn of another decoder."""
+    if trainer.arguments.image_decoder == "auto" and was == GPU_DECODER:
+        with contextlib.suppress(ConfigError):  # the warning names the decoder
+            trainer.decoding.use_gpu()
+    if was != (now := trainer.decoding.libraries) and group_rank() == 0:
+        logger.warning(
+            "the images before the checkpoint were decoded and resized by %s, and now by %s: their pixels differ "
+            "slightly, so the losses are not equal to the bit to those of a run without a stop",
+            was,
+            now,
         )
 
 

@@ -20,9 +20,10 @@ IDENTITY: dict[str, Any] = {
     "global_batch": 32,
     "order_version": 2,
     "total_steps": 6,
-    "image_decoder": "simplejpeg and torch",
     "data": {},
 }
+STATE = {"step": 4, "samples_consumed": 128, "image_decoder": "simplejpeg and torch"}
+DECODING = SimpleNamespace(libraries="simplejpeg and torch")
 
 LOADED = [Path("there") / "step_00000004"]
 REQUIRED = ["--deepspeed_config", "c.json", "--model", "ViT-B-32", "--train-data", "a.tar"]
@@ -36,12 +37,12 @@ def load(
     loaded: list[Path] = []
     monkeypatch.setattr(resume.search, "locate", lambda path: (path, "step_00000004"))
     monkeypatch.setattr(resume.search, "require_whole", lambda *_: None)
-    monkeypatch.setattr(resume.store, "read_state", lambda *_: {"step": 4, "samples_consumed": 128, **saved})
+    monkeypatch.setattr(resume.store, "read_state", lambda *_: {**STATE, **saved})
     monkeypatch.setattr(resume.store, "read_loss_states", lambda *_: iter(()))
     monkeypatch.setattr(resume, "check_manifest", lambda *_: None)
     monkeypatch.setattr(resume, "load_checkpoint", lambda engine, folder: loaded.append(folder))
     loss = SimpleNamespace(length_dependent_setting=loss_setting, own=None)
-    trainer: Any = SimpleNamespace(engine=None, loss=loss, arguments=arguments)
+    trainer: Any = SimpleNamespace(engine=None, loss=loss, arguments=arguments, decoding=DECODING)
     step, _ = resume.resume(trainer, IDENTITY, Path("runs"))
     assert step == 4
     return loaded
@@ -77,17 +78,17 @@ def test_another_image_decoder_is_accepted_with_a_warning(monkeypatch, caplog, w
 JUNK: list[Any] = [None, -1, 0.5, True, "x", [], {}, [[]], {"sources": 3}, {"sources": [{}], "weights": None}]
 
 
-@pytest.mark.parametrize("key", ["step", *IDENTITY])
+@pytest.mark.parametrize("key", ["step", "image_decoder", *IDENTITY])
 def test_any_content_of_state_json_ends_in_one_readable_error(monkeypatch, key):
     """Any content of state.json must be accepted, or refused with an error for users, before anything is loaded."""
     monkeypatch.setattr(resume, "_find_checkpoint", lambda *_: (Path("runs"), "step_00000004"))
     identity = {**IDENTITY, "data": {"sources": [{"type": "tar", "files": [["a", 1, 1]]}], "weights": None}}
     loss = SimpleNamespace(length_dependent_setting=None, own=None)
     arguments = parse_arguments([*REQUIRED, "--resume", "there"])
-    trainer: Any = SimpleNamespace(engine=None, loss=loss, arguments=arguments)
+    trainer: Any = SimpleNamespace(engine=None, loss=loss, arguments=arguments, decoding=DECODING)
     refused = 0
     for junk in JUNK:
-        state = {"step": 4, "samples_consumed": 128, **identity, key: junk}
+        state = {**STATE, **identity, key: junk}
         monkeypatch.setattr(resume.store, "read_state", lambda *_, state=state: state)
         monkeypatch.setattr(resume, "load_checkpoint", lambda *_: None)
         monkeypatch.setattr(resume.store, "read_loss_states", lambda *_: iter(()))
