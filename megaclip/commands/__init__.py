@@ -7,6 +7,7 @@ runs as a script. On several ranks a command is started by a launcher: `deepspee
 import errno
 import importlib
 import io
+import logging
 import os
 import runpy
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 import megaclip
 from megaclip.environment import check_environment
 from megaclip.errors import REFUSED_EXIT_CODE, ConfigError, MegaclipError, first_line, nearest
+from megaclip.logging import get_logger
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ def _run() -> int | str | None:
     name, *rest = arguments
     program = "launch/train.py" if sys.argv[0].endswith("train.py") else f"megaclip {name}"
     sys.argv = [program, *rest, *from_launcher]
+    logging.getLogger("DeepSpeed").addFilter(_log_as_megaclip)
     try:
         command = known_command(name)
         if not {"-h", "--help"} & set(rest):
@@ -136,6 +139,12 @@ def _start(module: str) -> int | str | None:
         print(f"error: {MegaclipError(f'{first_line(error)}; {advice}')}", file=sys.stderr)
         # Permissions may change while a run trains, so that a restart may succeed.
         return 1 if error.errno == errno.EACCES else REFUSED_EXIT_CODE
+
+
+def _log_as_megaclip(record: logging.LogRecord) -> bool:
+    """Filter of DeepSpeed's logger, whose own handler writes to the standard output, among the results."""
+    get_logger("megaclip").handle(record)
+    return False
 
 
 def _stdout_has_reader() -> bool:

@@ -3,7 +3,7 @@
     megaclip launch --nnodes 1:4 --nproc-per-node 8 --max-restarts 5 --rdzv-endpoint node-0:29400 train ...
 
 The options are those of torchrun, with other defaults: --rdzv-backend c10d, and an hour of --shutdown-timeout, in which
-ranks save. docs/multi_node.md describes when a run is not restarted.
+ranks save. `megaclip show multi_node` describes when a run is not restarted.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """List every model description of the installed open_clip, with the towers that run it or the reason why it is refused.
 
-    megaclip models                      # all, as the table of docs/models.md
+    megaclip models                      # all, as the table of `megaclip show models`
     megaclip models RN50 ViT-B-32        # some
 
 The last column is transformers' class to which `megaclip export --format transformers` exports the model, or the

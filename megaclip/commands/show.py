@@ -1,7 +1,7 @@
 """Print a page of the documentation, or a file to start from: a ds_config, a hostfile, a job of Slurm, an example.
 
     megaclip show                                     # the names
-    megaclip show training                            # a page of the documentation
+    megaclip show README                              # a page of the documentation
     megaclip show slurm.sbatch > slurm.sbatch
     megaclip show zero3_offload.json > my_config.json
 
@@ -25,7 +25,7 @@ def main() -> None:
 
 def files() -> dict[str, Path]:
     """Return every page and file by its name, pages first and without their suffix."""
-    pages = {path.stem: path for path in sorted((PACKAGE / "docs").glob("*.md"))}
+    pages = {path.stem: path for path in [PACKAGE / "README.md", *sorted((PACKAGE / "docs").glob("*.md"))]}
     scripts = {path.name: path for path in sorted((PACKAGE / "launch").iterdir())}
     configs = PACKAGE / "ds_configs"
     configs_by_name = {str(path.relative_to(configs)): path for path in sorted(configs.rglob("*.json"))}

@@ -34,7 +34,7 @@ def test_the_wheel_has_the_trainer_its_configurations_and_the_command(wheel):
     pages = {f"megaclip/{path.relative_to(ROOT)}" for path in (ROOT / "docs").glob("*.md")}
     assert configs and configs <= names
     examples = {f"megaclip/{path.relative_to(ROOT)}" for path in (ROOT / "examples").glob("*/*.*")}
-    assert pages | examples | {"megaclip/launch/slurm.sbatch"} <= names
+    assert pages | examples | {"megaclip/README.md", "megaclip/launch/slurm.sbatch"} <= names
     assert {"megaclip/commands/train.py", "megaclip/__main__.py", "megaclip/models/presets/ViT-B-32.json"} <= names
     (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
     assert "megaclip = megaclip.commands:main" in zipfile.ZipFile(wheel).read(entry_points).decode()

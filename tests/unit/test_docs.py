@@ -201,6 +201,8 @@ def test_messages_name_pages_that_the_installed_package_shows():
     for path in (ROOT / "megaclip").rglob("*.py"):
         tree = ast.parse(path.read_text())
         docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        if path.parent.name == "commands":
+            docstrings.discard(tree.body[0].value)  # the text of --help
         texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in docstrings]
         named = [name for text in texts if isinstance(text, str) for name in re.findall(r"`megaclip show (\w+)`", text)]
         assert set(named) <= show.files().keys(), path

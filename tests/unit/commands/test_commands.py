@@ -88,6 +88,16 @@ def test_characters_that_the_output_cannot_encode_are_escaped(tmp_path, monkeypa
     assert b"K\\xe4se.csv" in output.buffer.getvalue()
 
 
+def test_the_log_of_deepspeed_is_not_part_of_the_output_of_a_command(tmp_path, monkeypatch, capfd):
+    """DeepSpeed logs the accelerator that it finds when it is imported."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    command = [sys.executable, "-m", "megaclip", "translate", "--", "--model", "ViT-B-32", "--train-data", "x.tar"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    output, log = capfd.readouterr()
+    assert output.count("\n") == 1 and output.startswith("megaclip train ")
+    assert re.search(r"^[\d:]{8} (INFO|WARNING) Setting", log, re.MULTILINE)
+
+
 def test_output_that_nobody_reads_is_no_traceback():
     """Example: `megaclip --help | head -1`."""
     reader, writer = os.pipe()

@@ -17,6 +17,7 @@ from megaclip.planner import Cluster, Workload
 from megaclip.planner.cluster import GPUS
 
 SHIPPED = Path(__file__).parents[3] / "ds_configs"
+PAGE = SHIPPED.parent / "docs/planning.md"
 CONFIG = {
     "train_batch_size": 64,
     "train_micro_batch_size_per_gpu": 8,
@@ -144,6 +145,16 @@ def test_settings_of_the_command_line_plan_what_a_file_with_them_plans(run: Run,
     expected = planned("--deepspeed_config=changed.json")
     assert expected == planned(*flags, "--set=train_batch_size=512") == planned(*flags, "--batch", "512")
     assert expected != planned(*flags)
+
+
+@pytest.mark.long
+def test_the_plan_on_the_page_is_what_is_printed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for search in ("micro_batches", "_largest_batch", "faster_run"):  # the end, which takes seconds
+        monkeypatch.setattr(planned_run, search, lambda *_: [])
+    command, page = re.findall(r"^```\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)[1:3]
+    flags = command.replace("\\\n", "").split("--model ViT-L-14")[1].split()
+    _, output = run(*flags, config="zero1", model="ViT-L-14")
+    assert page.startswith(output.partition("\ntrain_micro_batch_size_per_gpu")[0])
 
 
 def test_a_plan_has_the_hours_of_the_run_and_a_row_per_micro_batch(run: Run) -> None:
