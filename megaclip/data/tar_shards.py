@@ -245,7 +245,8 @@ class TarShards:
             fields = text_fields(record)
             return f"; their .json members have {fields}: set --caption-key to one of them, as in json.caption"
         dots = f"; {DOTTED}" if any("." in extension for extension in found) else ""
-        return f"; they have .{', .'.join(sorted(found))} members: set --{what}-key to one of them{dots}"
+        setting = "the field's key in the objective" if what == "field" else f"--{what}-key"
+        return f"; they have .{', .'.join(sorted(found))} members: set {setting} to one of them{dots}"
 
     def _check_fields(self, number: int, keys: CaptionKeys) -> None:
         """Raise DataError, which lists the existing fields, if some JSON members have none of a key's fields."""

@@ -178,6 +178,9 @@ def test_data_without_the_declared_fields_are_refused_at_start(tmp_path):
     spec = shard(tmp_path / "0.tar", lambda number: {})
     with pytest.raises(DataError, match=r"none of the 8 samples.*has the field vector \(a member \.npy\)"):
         open_pairs([spec], fields={"vector": Field("npy", (3,))})
+    spec = shard(tmp_path / "2.tar", lambda number: {"json": b"{}"})
+    with pytest.raises(DataError, match=r"have \.json members: set the field's key in the objective to one"):
+        open_pairs([spec], fields={"vector": Field("npy", (3,))})
     spec = shard(tmp_path / "1.tar", lambda number: {"npy": npy(vector(number))})
     with pytest.raises(DataError, match=r"all of 8 samples .* has \(3,\), expected \(5,\)\); correct its Field .*dims"):
         open_pairs([spec], fields={"vector": Field("npy", (5,))})
