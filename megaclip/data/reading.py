@@ -116,8 +116,8 @@ class TrainReader:
         for row, (sample_id, epoch) in enumerate(zip(ids.tolist(), epochs.tolist(), strict=True)):
             try:
                 pair = self._read_or_substitute(sample_id, epoch, images[row], for_gpu, bad_samples)
-            except Exception as error:  # a source may raise any exception; the run saves and ends with it
-                return Loaded(None, bad_samples, fatal=_unreadable(self.dataset, sample_id, error))
+            except DataError as error:  # the run saves and ends with it
+                return Loaded(None, bad_samples, fatal=str(error))
             if pair is None:
                 last = bad_samples[-1]
                 return Loaded(
@@ -143,7 +143,7 @@ class TrainReader:
     def _read_or_substitute(
         self, sample_id: int, epoch: int, target: torch.Tensor, for_gpu: bool, bad_samples: list[BadSampleReport]
     ) -> _Pair | None:
-        """Write an image into `target`. Return its pair, or None if all are bad."""
+        """Write an image into `target`. Return its pair, or None if all are bad. Raises DataError."""
         first, count = self.dataset.siblings(sample_id)
         for candidate in itertools.chain([sample_id], _substitutes(self.seed, sample_id, first, count)):
             note_row(candidate)
@@ -159,6 +159,10 @@ class TrainReader:
             except BadSample as bad:
                 # Substitutes are drawn uniformly, so counting the bad ones does not bias the rate.
                 bad_samples.append(BadSampleReport(bad.kind, bad.detail, self.dataset.shard_name(candidate)))
+            except DataError as error:
+                raise DataError(f"sample {candidate}: {error}") from error
+            except Exception as error:  # a source may raise any exception
+                raise DataError(_unreadable(self.dataset, candidate, error)) from error
         return None
 
     def _read(self, sample_id: int) -> RawSample:

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from megaclip.data import EvaluationLoader, ImageTransform, TrainLoader, forking, open_pairs, workers
+from megaclip.data.batch import BadSample
 from megaclip.data.reading import TrainReader
 from megaclip.data.sources import PairDataset
 from megaclip.data.workers import WORKER_TIMEOUT_S, WorkerResults, note_row, set_worker_timeout, worker_stacks
@@ -287,12 +288,20 @@ def test_a_worker_killed_at_a_random_time_is_always_a_data_error():
     assert {trial: kill_a_worker_at_random(trial) for trial in range(6)} == dict.fromkeys(range(6), "DataError")
 
 
-def test_an_unexpected_error_of_a_source_is_a_data_error_that_names_sample_and_shard(pairs, monkeypatch):
-    def fails(*_: Any) -> None:
-        raise OSError(5, "Input/output error")
+@pytest.mark.parametrize(
+    ("bad", "error", "expected"),
+    [
+        (-1, OSError(5, "Input/output error"), r"cannot read sample 9 of .*00001.tar: OSError: .*Input/output error"),
+        (9, OSError(5, "Input/output error"), r"cannot read sample (?!9 ).* of .*: OSError: .*Input/output error"),
+        (-1, DataError("cannot read s3://bucket/1.tar"), r"^sample 9: cannot read s3://bucket/1\.tar$"),
+    ],
+    ids=["sample", "substitute", "expected error"],
+)
+def test_an_error_of_a_source_is_a_data_error_that_names_sample_and_shard(pairs, monkeypatch, bad, error, expected):
+    def fails(_: Any, sample_id: int) -> None:
+        raise BadSample("missing image", "") if sample_id == bad else error
 
     monkeypatch.setattr(PairDataset, "read", fails)
-    expected = r"cannot read sample 9 of .*00001.tar: OSError: .*Input/output error"
     loaded = TrainReader(pairs, ImageTransform(8, training=True), CountingTokenizer(), 0).read(
         np.array([9]), np.array([0]), torch.empty(1, 3, 8, 8, dtype=torch.uint8)
     )
@@ -300,7 +309,7 @@ def test_an_unexpected_error_of_a_source_is_a_data_error_that_names_sample_and_s
     with pytest.raises(DataError, match=expected):
         raise DataError(loaded.fatal)
     evaluation = EvaluationLoader(pairs, ImageTransform(8), None, batch_size=4)
-    with pytest.raises(DataError, match=r"cannot read sample 0 of .*00000.tar: OSError"):
+    with pytest.raises(DataError, match=r"^cannot read (sample 0 of .*00000.tar: OSError|s3://)"):
         next(iter(evaluation))
 
 
