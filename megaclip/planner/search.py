@@ -179,7 +179,7 @@ def _changes(workload: Workload) -> Iterator[tuple[str, str, Workload]]:
         yield "bucket", setting, workload.with_zero(reduce_bucket_size=_SMALL_BUCKET)
     splits = workload.replicas > 1 and workload.optimizer not in NEED_WHOLE_TENSORS
     for stage in range(max(zero.stage, 1) + 1, 4) if splits else ():
-        yield "stage", f'"zero_optimization": {{"stage": {stage}}}', workload.with_zero(stage=stage)
+        yield "stage", f'"zero_optimization": {{"stage": {stage}}}', workload.at_stage(stage)
     if zero.stage > 0 and not workload.offloads_optimizer and can_be_offloaded(workload.optimizer):
         changed = workload.with_zero(offload_optimizer=DeepSpeedZeroOffloadOptimizerConfig(device="cpu"))
         yield "optimizer", '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}', changed

@@ -226,7 +226,7 @@ class Workload:
         return self.with_zero(
             stage=stage,
             overlap_comm=stage == 3 or (was_set and (stage == 2 or self.coalesces)),
-            contiguous_gradients=stage == 3 or (zero.stage < 3 and zero.contiguous_gradients),
+            contiguous_gradients=stage == 3 or (zero.stage in (1, 2) and zero.contiguous_gradients),
             offload_param=zero.offload_param if stage == 3 else None,
         )
 

@@ -190,8 +190,10 @@ def test_advice_is_accepted_with_every_optimizer(tmp_path: Path, optimizer: str,
         return
     job = workload(tmp_path, 4, settings=settings)
     kinds = set()
-    for kind, text, _ in _changes(job):
+    for kind, text, changed in _changes(job):
         check_ds_config(merged(settings, text))
+        if kind == "stage":
+            assert states_of(changed) == states_of(workload(tmp_path, 4, settings=merged(settings, text))), text
         kinds.add(kind)
     assert ("stage" in kinds) == (optimizer not in ("Lamb", "Adafactor") and stage < 3)
     assert ("optimizer" in kinds) == (optimizer == "AdamW" and stage > 0)
