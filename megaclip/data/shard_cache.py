@@ -57,12 +57,9 @@ class RemoteShards:
         """Return the bytes of a member. Raises DataError if they cannot be read or the shard has changed."""
         file = self.files[shard]
         if self.cache is not None:
-            try:
+            with contextlib.suppress(OSError):  # absent, or unreadable: read by range
                 # Not kept open: the disk space of a deleted file is free when the last process has closed it.
                 descriptor = os.open(self.cache / (file.cache_name + SUFFIX), os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                pass
-            else:
                 try:
                     if os.fstat(descriptor).st_size == file.size:
                         return os.pread(descriptor, size, offset)
@@ -134,7 +131,12 @@ class ShardCache:
 
     def _run(self) -> None:
         """Download and delete shards until the parent process has ended."""
-        self._wait_for_lock()
+        try:
+            self._wait_for_lock()
+        except OSError as error:  # some file systems have no locks
+            text = "--shard-cache %s cannot be locked: %s; samples are read one by one; give a folder on a local disk"
+            _logger.warning(text, self._folder, os_reason(error))
+            return
         with concurrent.futures.ThreadPoolExecutor(_DOWNLOADS) as pool:
             while True:
                 began = time.monotonic()
@@ -187,7 +189,7 @@ class ShardCache:
             shard = self._running.pop(future)
             if error := future.exception():
                 self._failed[shard] = now + _AFTER_ERROR_S
-                reason = error.strerror if isinstance(error, OSError) else error
+                reason = os_reason(error) if isinstance(error, OSError) else error
                 _logger.warning("shard cache %s: %s is not in it: %s", self._folder, self._files[shard], reason)
         wanted = self._wanted()
         found = {entry.name: entry.stat().st_size for entry in os.scandir(self._folder) if entry.name.endswith(SUFFIX)}
