@@ -38,11 +38,12 @@ DATASET_TYPES = ("auto", "webdataset", *TABLE_TYPES)
 _TYPE_OF_SUFFIX = {
     ".tar": "webdataset",
     ".parquet": "parquet",
-    ".csv": "csv",
-    ".tsv": "csv",
     ".json": "json",
     ".jsonl": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
 }
+"""Suffix -> type. In a folder, "auto" chooses the first of these types."""
 FIRST_FIELDS = 8
 """Number of samples whose extra fields are read at start, until one has all of them."""
 _IMG2DATASET_REPORT = re.compile(r"(\d+)(_stats)?")
@@ -474,7 +475,7 @@ def _look_into(folder: str, kind: str) -> tuple[str, list[str], list[str]]:
         _refuse_folders_and_compressed_tars(folder, [path for path in paths if _COMPRESSED_TAR.search(path)])
         if kind == "auto":
             first = {_type_of(path): path for path in reversed(paths)}
-            known = (type_ for type_ in ("webdataset", "parquet", "json", "csv") if type_ in first)
+            known = (type_ for type_ in dict.fromkeys(_TYPE_OF_SUFFIX.values()) if type_ in first)
             kind = next((t for t in known if t == "webdataset" or not _describes_pictures(first[t])), "imagefolder")
         _refuse_deeper_files(folder, {"webdataset": ["webdataset"], "imagefolder": ["webdataset", "parquet"]}.get(kind))
     if kind not in _TYPE_OF_SUFFIX.values():

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import threading
 import time
 from types import SimpleNamespace
@@ -14,10 +15,10 @@ import torch
 
 from megaclip.data import ImageTransform, TrainLoader, check_manifest, open_labelled, open_pairs, remote, shard_cache
 from megaclip.data.order import MixtureOrder, SampleOrder, mixture_batches
-from megaclip.data.shard_cache import SUFFIX
+from megaclip.data.shard_cache import SUFFIX, RemoteShards, ShardCache
 from megaclip.data.source import BESIDE
 from megaclip.errors import DataError, public
-from tests.unit.data.data_samples import CountingTokenizer, picture, write_shards, write_tar
+from tests.unit.data.data_samples import CountingTokenizer, picture, write_shards, write_table, write_tar
 from tests.unit.data.web_server import serving
 
 SHARDS, SIZE = 12, 6
@@ -71,6 +72,13 @@ def test_urls_braces_globs_and_folders_give_the_samples_of_local_files(server):
         assert source == described and list(versions) == [f"{server.url}/{n:05d}.tar" for n in range(SHARDS)]
         check_manifest(local.manifest(), dataset.manifest())  # a run may resume with copies of its data elsewhere
         check_manifest(dataset.manifest(), local.manifest())
+
+
+def test_a_folder_has_the_same_type_on_a_server_as_on_a_disk(tmp_path):
+    write_table(tmp_path / "0.csv", [{"image": "0.png", "caption": "a"}])
+    (tmp_path / "0.json").write_text('{"image": "0.png", "caption": "a"}')
+    with serving(tmp_path) as server:
+        assert [open_pairs([place]).sources[0].kind for place in (server.url, str(tmp_path))] == ["json", "json"]
 
 
 def test_other_files_of_a_folder_are_counted(server):
@@ -251,6 +259,22 @@ def test_shards_that_a_power_cut_has_emptied_are_read_by_range_and_downloaded_ag
     finally:
         loader.close()
     assert_same_steps(found, steps(open_pairs([pattern(server.folder)]), 4))
+
+
+def test_a_shard_that_cannot_be_read_from_the_cache_is_read_by_range(server, tmp_path):
+    file = next(iter(open_pairs([pattern(server.url)]).remote_shards(tmp_path).values()))
+    cached = tmp_path / (file.cache_name + SUFFIX)
+    cached.symlink_to(cached)  # opening it fails
+    assert RemoteShards([file], tmp_path).read(0, 0, 9) == (server.folder / file.name).read_bytes()[:9]
+
+
+def test_a_cache_in_a_folder_without_locks_is_not_used_with_a_warning(tmp_path, monkeypatch):
+    cache, warnings = ShardCache(tmp_path, None, {}, lambda position: iter(()), 0), []
+    cache.close()
+    monkeypatch.setattr(fcntl, "flock", failing)
+    monkeypatch.setattr(shard_cache, "_logger", SimpleNamespace(warning=lambda text, *parts: warnings.append(text)))
+    cache._run()
+    assert len(warnings) == 1 and "samples are read one by one" in warnings[0]
 
 
 def failing(*_):
