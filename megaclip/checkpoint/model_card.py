@@ -15,6 +15,7 @@ from typing import Any
 from megaclip.checkpoint import manifest
 from megaclip.errors import CheckpointError
 from megaclip.files import write_atomically
+from megaclip.logging import get_logger
 from megaclip.models import ModelDescription, OpenClipConfig
 from megaclip.models.config import CARD_NAME
 from megaclip.models.descriptions import TOWERS_KEY, Towers, describe
@@ -27,6 +28,14 @@ OPENAI_PREPROCESS: dict[str, Any] = {
     "resize_mode": "shortest",
 }
 """Preprocessing of OpenAI's models. open_clip uses these values for every setting that is missing in a card."""
+
+
+# Model settings that change the features, but not the shape of any parameter: loading weights cannot detect them.
+_SETTINGS_WITHOUT_SHAPE = {
+    "vision_cfg": ("head_width", "pool_type", "final_ln_after_pool", "act_kwargs", "norm_kwargs", "timm_model_kwargs"),
+    "text_cfg": ("heads", "pool_type", "no_causal_mask", "act_kwargs", "norm_kwargs"),
+}
+_logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,21 @@ class ModelCard:
     def pixel_settings(self) -> dict[str, Any]:
         """Settings of `preprocess_cfg` that determine pixel values: mean, std, interpolation and resize_mode."""
         return {name: self.preprocess_cfg[name] for name in OPENAI_PREPROCESS}
+
+    def warn_of_other_features(self, model: str, config: ModelDescription, *sections: str) -> None:
+        """Warn of each setting in `_SETTINGS_WITHOUT_SHAPE` that differs between --model and this card.
+
+        sections: those that are compared. Default: all.
+        """
+        ours, theirs = config.model_dump(), self.config.model_dump()
+        settings = [("quick_gelu", ours["quick_gelu"], theirs["quick_gelu"])]
+        for section in sections or _SETTINGS_WITHOUT_SHAPE:
+            names = _SETTINGS_WITHOUT_SHAPE[section]
+            settings += [(f"{section}.{name}", ours[section].get(name), theirs[section].get(name)) for name in names]
+        for name, here, there in settings:
+            if here != there:
+                text = "--model %s has %s %s, but the weights in %s were trained with %s"
+                _logger.warning(text, model, name, here, self.directory, there)
 
 
 def check_inside(path: Path, directory: Path) -> None:

@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,6 +70,9 @@ def import_weights(source: Path, out_dir: Path, model: str | None, *, overwrite:
     config, preprocess, kind = None if model is None else load_model_config(model), OPENAI_PREPROCESS, None
     if config is None or found is not None:
         card = read_model_card(source, config)
+        with suppress(ConfigError):  # a card that is not read without --model
+            if model is not None:
+                read_model_card(source).warn_of_other_features(model, card.config)
         config, preprocess, kind = card.config, card.preprocess_cfg, card.transformers
     weights = read_weights(source, config)
     report = compare_weights(meta_model(config), weights)

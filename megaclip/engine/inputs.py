@@ -46,12 +46,6 @@ logger = get_logger(__name__)
 _TYPICAL_CAPTIONS = ("a photo of a cat", "A Photo of a Cat", "it's  2 cats_and -dogs, (naïve)\n", "")
 """Captions for which two tokenizers with one vocabulary must return equal ids."""
 
-# Model settings that change the features, but not the shape of any parameter: loading weights cannot detect them.
-_SETTINGS_WITHOUT_SHAPE = {
-    "vision_cfg": ("head_width", "pool_type", "final_ln_after_pool", "act_kwargs", "norm_kwargs", "timm_model_kwargs"),
-    "text_cfg": ("heads", "pool_type", "no_causal_mask", "act_kwargs", "norm_kwargs"),
-}
-
 
 @dataclass(frozen=True)
 class Inputs:
@@ -386,7 +380,7 @@ def _tower_card(model: str, config: ModelDescription, path: str | None, section:
         return None
     card = read_model_card(_directory(path), towers="auto")
     if type(card.config) is type(config):
-        _warn_of_other_features(model, config, card, [section])
+        card.warn_of_other_features(model, config, section)
     return card
 
 
@@ -423,7 +417,7 @@ def _model_config(model: str, card: ModelCard | None, towers: Towers) -> ModelDe
         return card.config
     config = load_model_config(model, towers)
     if card is not None:
-        _warn_of_other_features(model, config, card, list(_SETTINGS_WITHOUT_SHAPE))
+        card.warn_of_other_features(model, config)
     return config
 
 
@@ -435,25 +429,6 @@ def _with_patch_dropout(config: ModelDescription, forced: float | None) -> Model
         return config.replace(vision_cfg={"patch_dropout": forced})
     except ConfigError as error:
         raise ConfigError(f"--force-patch-dropout {forced}: {error}, or leave out the flag") from None
-
-
-def _warn_of_other_features(model: str, config: ModelDescription, card: ModelCard, sections: list[str]) -> None:
-    """Warn of each setting in `_SETTINGS_WITHOUT_SHAPE` that differs between --model and the card of the weights."""
-    ours, theirs = config.model_dump(), card.config.model_dump()
-    settings = [("quick_gelu", ours["quick_gelu"], theirs["quick_gelu"])]
-    for section in sections:
-        names = _SETTINGS_WITHOUT_SHAPE[section]
-        settings += [(f"{section}.{name}", ours[section].get(name), theirs[section].get(name)) for name in names]
-    for name, here, there in settings:
-        if here != there:
-            logger.warning(
-                "--model %s has %s %s, but the weights in %s were trained with %s",
-                model,
-                name,
-                here,
-                card.directory,
-                there,
-            )
 
 
 def _preprocess(arguments: TrainArguments, card: ModelCard | None) -> dict[str, Any]:

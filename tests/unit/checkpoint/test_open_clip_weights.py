@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import os
 import resource
 import sys
@@ -236,6 +237,14 @@ def test_import_keeps_the_card_and_the_tokenizer_of_a_directory(tmp_path, export
     assert load_model_config(tmp_path / "out") == config.replace(vision_position_init="normal")
     assert json.loads((tmp_path / "out" / "open_clip_config.json").read_text())["preprocess_cfg"]["mean"] == [0.5] * 3
     assert_same_weights(load_pretrained(build_model(config), tmp_path / "out"), model)
+
+
+def test_import_with_a_model_of_other_features_gives_a_warning(tmp_path, exported, config, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    other = {**config.to_open_clip(), "quick_gelu": not config.quick_gelu}
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    assert import_weights(exported, tmp_path / "out", str(tmp_path / "other.json")).complete
+    assert [f"has quick_gelu {not config.quick_gelu}, but the weights in" in line for line in caplog.messages] == [True]
 
 
 def test_import_for_a_different_model_lists_the_differences_and_writes_nothing(
