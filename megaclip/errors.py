@@ -80,6 +80,8 @@ class MegaclipError(Exception):
 
     exit_code: int = 1
     """Exit code of a run that ends with this error."""
+    is_temporary: bool = False
+    """True if another rank raised the error and the function `is_temporary` is true of it there."""
 
     def __str__(self) -> str:
         return _LONG_WORD.sub(r"\1...", public(super().__str__()))
@@ -111,6 +113,12 @@ class CheckpointError(MegaclipError):
     """A checkpoint or exported model is missing, incomplete, or belongs to another model or run."""
 
 
+def is_temporary(error: MegaclipError) -> bool:
+    """Return whether a failure of a disk or network has caused an error, so that a restart may succeed."""
+    cause = error.__cause__
+    return error.is_temporary or (isinstance(cause, OSError) and not isinstance(cause, _WRONG_PATHS))
+
+
 @contextmanager
 def refused_before_training() -> Iterator[None]:
     """Give errors of data and checkpoints the exit code of refused settings, because a restart would find the same.
@@ -120,8 +128,7 @@ def refused_before_training() -> Iterator[None]:
     try:
         yield
     except (DataError, CheckpointError) as error:
-        cause = error.__cause__
-        if not isinstance(cause, OSError) or isinstance(cause, _WRONG_PATHS):
+        if not is_temporary(error):
             error.exit_code = REFUSED_EXIT_CODE
         raise
 

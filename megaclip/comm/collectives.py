@@ -156,20 +156,22 @@ def raise_on_all_ranks(*, group: Any = None) -> Iterator[None]:
     ranks = resolve(group)
     failed = gather_integers([int(error is not None)], group=ranks)
     if any(flag for (flag,) in failed):
-        described = (
-            None if error is None else (type(error).__name__, str(error), isinstance(error, errors.MegaclipError))
-        )
+        for_users = isinstance(error, errors.MegaclipError)
+        is_temporary = isinstance(error, errors.MegaclipError) and errors.is_temporary(error)
+        described = None if error is None else (type(error).__name__, str(error), for_users, is_temporary)
         _raise_first(error, gather_objects(described, group=ranks))
 
 
-def _raise_first(own: Exception | None, described: list[tuple[str, str, bool] | None]) -> NoReturn:
+def _raise_first(own: Exception | None, described: list[tuple[str, str, bool, bool] | None]) -> NoReturn:
     reports = [(rank, *report) for rank, report in enumerate(described) if report is not None]
     if own is not None and not isinstance(own, errors.MegaclipError):
         raise own
-    for _, name, message, for_users in reports:
+    for _, name, message, for_users, is_temporary in reports:
         if for_users:
-            raise getattr(errors, name, errors.MegaclipError)(message) from own
-    rank, name, message, _ = reports[0]
+            first = getattr(errors, name, errors.MegaclipError)(message)
+            first.is_temporary = is_temporary
+            raise first from own
+    rank, name, message, *_ = reports[0]
     raise errors.MegaclipError(f"rank {rank} failed with {name}: {message}; see that rank's output")
 
 

@@ -117,11 +117,17 @@ def check_no_error(group: Any = None) -> None:
 
 
 def check_an_error_of_one_rank(group: Any = None) -> None:
-    """Check that all ranks raise the class and message of that error."""
-    last = group_size(group) - 1
-    for failing, error in ((last, errors.DataError("expected shards, got none")), (0, errors.ConfigError("x"))):
+    """Check that all ranks raise the class and message of that error, and know whether a restart may succeed."""
+    last, failed = group_size(group) - 1, errors.DataError("the worker does not answer")
+    failed.__cause__ = TimeoutError()
+    for failing, error in (
+        (last, errors.DataError("expected shards, got none")),
+        (0, errors.ConfigError("x")),
+        (last, failed),
+    ):
         raised = raised_on_all_ranks(fail_on({failing}, error, group), group)
         assert (type(raised), str(raised)) == (type(error), str(error))
+        assert isinstance(raised, errors.MegaclipError) and errors.is_temporary(raised) == (error is failed)
 
 
 def check_errors_of_several_ranks(group: Any = None) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.errors import BusyError, ConfigError, DataError, first_line, nearest, refused_before_training
 
 
@@ -50,6 +51,6 @@ def test_the_case_of_letters_and_the_separators_do_not_matter_for_the_nearest_wo
     ],
 )
 def test_what_is_refused_before_training_is_not_started_again(error, cause, code) -> None:
-    with pytest.raises(type(error)) as raised, refused_before_training():
+    with pytest.raises(type(error)) as raised, refused_before_training(), raise_on_all_ranks():
         raise error from cause
     assert raised.value.exit_code == code and type(error).exit_code == 1
