@@ -17,7 +17,7 @@ from megaclip.checkpoint.durable import make_folders, read_text
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.config import TrainArguments
 from megaclip.engine.resume import differences, require_own_folder
-from megaclip.errors import ConfigError, MegaclipError
+from megaclip.errors import ConfigError, MegaclipError, refused_before_training
 from megaclip.files import write_atomically
 from megaclip.guards.lock import RunLock
 from megaclip.logging import get_logger
@@ -50,7 +50,7 @@ def run_folder(arguments: TrainArguments) -> Iterator[Path]:
     """
     folder, lock = Path(), None
     try:
-        with report_write_errors():
+        with refused_before_training(), report_write_errors():
             if dist.get_rank() == 0:
                 name = arguments.name or f"{Path(arguments.model).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
                 folder = Path(arguments.logs) / name

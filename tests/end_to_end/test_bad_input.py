@@ -91,6 +91,7 @@ MISTAKES = {
     "resumed with a tower locked": Mistake(
         ["written with locked.image None, and this run has 0"], {"resume": "MADE/runs/run", "lock_image": []}
     ),
+    "resumed from a missing run": Mistake(["no checkpoint at", "nowhere"], RESUMING | {"resume": "MADE/nowhere"}),
     "a folder in use": Mistake(["in use by another run: host", "process", "since"], {"logs": "MADE/locked"}),
     "a damaged checkpoint": Mistake(
         ["is damaged", "rank_1_mp_rank_00_optim_states.pt has 7 bytes"], {"resume": "MADE/damaged/run"}
