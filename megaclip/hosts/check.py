@@ -79,10 +79,13 @@ def report(*, shared: Path | None, sign: str, min_free_gib: float, data: Sequenc
     if get_accelerator().device_name() == "cuda" and local_rank >= torch.cuda.device_count():
         own.problems.append(f"no GPU for local rank {local_rank}; correct --nproc-per-node, or CUDA_VISIBLE_DEVICES")
     else:
-        own.product_ms, is_right = _matrix_product(torch.device(get_accelerator().device_name(local_rank)))
-        if not is_right:
-            broken = "is wrong: the GPU, processor or memory is broken; leave out the host"
-            own.problems.append(f"a matrix product of local rank {local_rank} {broken}")
+        try:
+            own.product_ms, is_right = _matrix_product(torch.device(get_accelerator().device_name(local_rank)))
+            problem = "" if is_right else "is wrong: the GPU, processor or memory is broken"
+        except RuntimeError as error:
+            problem = f"fails: {first_line(error)}"
+        if problem:
+            own.problems.append(f"a matrix product of local rank {local_rank} {problem}; leave out the host")
     if local_rank == 0:
         own.properties = _properties()
         missing = [name for name in ops if not is_built(name)]  # the run compiles them when it starts

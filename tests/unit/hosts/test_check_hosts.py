@@ -10,6 +10,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -100,6 +101,9 @@ def test_the_report_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as on_gpus:
         on_gpus.setattr(check, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
         assert "cpu_adam not compiled, and ninja, nvcc not found" in report(**inputs, ops=["cpu_adam"]).problems[1]
+    monkeypatch.setattr(check.torch.Tensor, "__matmul__", Mock(side_effect=RuntimeError("CUDA error: ECC\nadvice")))
+    (failing,) = report(shared=None, sign="", min_free_gib=0.0, data=[], ops=[]).problems
+    assert failing == "a matrix product of local rank 0 fails: CUDA error: ECC; leave out the host"
     (full,) = report(shared=tmp_path, sign="sign", min_free_gib=1e9, data=[], ops=[]).problems[1:]
     assert "GiB free in --logs, 1e+09 needed" in full
 
