@@ -32,7 +32,7 @@ def write_stacks(folder: Path, rank: int, header: str) -> Path:
     """
     folder.mkdir(exist_ok=True)
     path = folder / f"rank_{rank}.txt"
-    with path.open("w", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {header}\n\n")
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)

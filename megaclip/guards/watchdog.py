@@ -297,7 +297,7 @@ class Watchdog:
         header = f"rank {self._rank}: in {state['phase']}, {standing_s:.0f} s after step {state['step']}"
         try:
             write_stacks(self._folder, self._rank, header)
-        except OSError as error:
+        except Exception as error:  # the run must end without them
             logger.error("the stacks of rank %d cannot be written: %s", self._rank, error)
         if verdict is not None:
             for rank, reason in list(verdict.items())[:_NAMED_RANKS]:

@@ -7,12 +7,14 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from megaclip.data import workers
 from megaclip.guards import watchdog
+from megaclip.guards.stacks import write_stacks
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +98,21 @@ def test_the_verdict_on_a_hang(answers, expected, monkeypatch):
     assert (verdict is None) == (expected is None)
     for rank, text in (expected or {}).items():
         assert verdict is not None and verdict.keys() == expected.keys() and verdict[rank].startswith(text)
+
+
+def test_a_hanging_run_ends_although_its_stacks_cannot_be_written(without_ranks, monkeypatch):
+    dog, end = watchdog.Watchdog(Path("nowhere"), 0.01), Mock()
+    monkeypatch.setattr(watchdog, "write_stacks", Mock(side_effect=ValueError("no such shard")))
+    monkeypatch.setattr(watchdog, "kill_workers", Mock())
+    monkeypatch.setattr(watchdog, "logging", Mock())
+    monkeypatch.setattr(watchdog.os, "_exit", end)
+    dog._ask = Mock(return_value=1)  # type: ignore[method-assign]
+    dog._report(None)
+    end.assert_called_once_with(watchdog.HANG_EXIT_CODE)
+
+
+def test_stacks_name_shards_in_any_encoding(tmp_path):
+    assert "a\\udcff.tar" in write_stacks(tmp_path, 0, "last row: a\udcff.tar").read_text()
 
 
 class PausedFuture(watchdog.Future):
