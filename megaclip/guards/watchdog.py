@@ -264,10 +264,12 @@ class Watchdog:
                 return None
             self._set_timer()
             if self._beat() is None:
-                break
+                return {0: SILENT}
         now = self._heartbeats()
         if self._progress_at != progress_at:
             return None
+        if not now:  # the store has stopped since the last heartbeat
+            return {0: SILENT}
         silent = {
             rank: SILENT
             for rank in range(self._world_size)

@@ -71,7 +71,7 @@ def watch_with(answers: dict[int, list[dict[str, Any]]], monkeypatch: pytest.Mon
 
     def heartbeats() -> dict[int, dict[str, Any]]:
         moment = next(moments)
-        return {rank: states[moment] for rank, states in answers.items() if states}
+        return {rank: states[moment] for rank, states in answers.items() if moment < len(states)}
 
     dog._heartbeats = heartbeats  # type: ignore[method-assign]
     return dog._verdict(True)
@@ -87,6 +87,7 @@ def states(beats: tuple[int, int] = (1, 4), collectives: int = 9, phase: str = "
         ({0: states(), 1: states(collectives=8)}, {1: "it has entered 8 collectives since the start, others 9"}),
         ({0: states(), 1: states(), 2: states((3, 3))}, {2: watchdog.SILENT}),
         ({0: states(), 1: states(), 2: []}, {2: watchdog.SILENT}),
+        ({0: states()[:1], 1: states()[:1]}, {0: watchdog.SILENT}),  # the store has stopped
         ({0: states(), 1: states(phase="an evaluation", late=False)}, None),
         ({0: states(), 1: states((3, 3), phase="an evaluation", late=False)}, {1: watchdog.SILENT}),
         ({0: states(), 1: states(collectives=8, phase="an evaluation")}, {1: "it has entered 8"}),
