@@ -80,13 +80,13 @@ def holds_checkpoints(folder: Path) -> bool:
 def find_latest(folder: Path) -> str | None:
     """Return the tag of the newest complete checkpoint in `folder`, or None if it holds none.
 
-    It is the checkpoint that `latest` names. Without this file it is the checkpoint that was saved last, with a
-    warning.
+    It is the checkpoint that `latest` names. Without this file, or if it names none, it is the checkpoint that was
+    saved last, with a warning.
 
     Raises:
         CheckpointError: `latest` names a checkpoint that does not exist or is incomplete.
     """
-    tag = read_latest(folder)
+    tag = latest_tag(folder)
     if tag is None:
         return next(iter(candidates(folder)), None)
     require_complete(folder, tag)

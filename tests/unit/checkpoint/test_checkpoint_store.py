@@ -108,10 +108,14 @@ def test_incomplete_and_damaged_checkpoints_are_refused(tmp_path):
     assert search.find_latest(tmp_path) is None
     tag = save(tmp_path, 7)
     (tmp_path / tag / MANIFEST).unlink()
-    for names in (tag, "step_00000008", "../elsewhere", ""):
+    for names in (tag, "step_00000008"):
         (tmp_path / search.LATEST).write_text(names)
         with pytest.raises(CheckpointError, match="does not exist or is incomplete"):
             search.find_latest(tmp_path)
+    save(tmp_path, 5)
+    for names in ("../elsewhere", ""):
+        (tmp_path / search.LATEST).write_text(names)
+        assert search.find_latest(tmp_path) == "step_00000005"
 
 
 def test_error_names_the_damaged_loss_state(tmp_path):
