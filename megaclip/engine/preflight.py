@@ -9,6 +9,7 @@ and may free it. On both a run is refused if a step's images do not fit where `d
 nothing is refused; the run still uses its plan.
 """
 
+import contextlib
 import json
 import re
 import shutil
@@ -51,7 +52,7 @@ from megaclip.step.layout import graphs_that_fit
 
 logger = get_logger(__name__)
 
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
@@ -288,16 +289,17 @@ def this_machine(world_size: int, folder: Path) -> Cluster:
 
 
 def free_host_memory() -> int:
-    """Return the free bytes of host memory: of the machine or, if smaller, of this process's control group."""
-    free = psutil.virtual_memory().available
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        if limit != "max":
-            statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    """Return the free bytes of host memory: of the machine or, if smaller, of a control group of this process."""
+    free, own = psutil.virtual_memory().available, None
+    with contextlib.suppress(OSError, ValueError):
+        own = re.search("^0::/(.*)", _OWN_CGROUP.read_text(), re.MULTILINE)
+    group = _CGROUPS / (own[1] if own else "")
+    for folder in (group, *group.parents):
+        with contextlib.suppress(OSError, KeyError, ValueError):  # no version 2 control group, or no limit: "max"
+            limit = int((folder / "memory.max").read_text())
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             cache = int(statistics["inactive_file"])  # the page cache counts as used and is freed when needed
-            free = min(free, int(limit) - int((_CGROUP / "memory.current").read_text()) + cache)
-    except (OSError, KeyError, ValueError):
-        pass  # without a version 2 control group only the machine's free memory counts
+            free = min(free, limit - int((folder / "memory.current").read_text()) + cache)
     return max(0, free)
 
 

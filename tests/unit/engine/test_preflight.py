@@ -243,12 +243,20 @@ def test_settings_for_gpus_are_one_error_on_a_cpu(
         build.build_engine(config, arguments=None, model_config=None)
 
 
-def test_the_limit_of_a_control_group_counts(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("own", "group"), [("0::/\n", ""), ("1:cpu:/x\n0::/job/step\n", "job"), ("0::/job/step\n", "job/step")]
+)
+def test_the_limit_of_a_control_group_counts(own, group, monkeypatch, tmp_path):
+    """A job without a namespace of its own has its limit below the root."""
+    monkeypatch.setattr(preflight, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(preflight, "_OWN_CGROUP", tmp_path / "own")
+    (tmp_path / "own").write_text(own)
+    tmp_path = tmp_path / group
+    tmp_path.mkdir(parents=True, exist_ok=True)
     monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: SimpleNamespace(available=20000))
     (tmp_path / "memory.max").write_text("10000\n")
     (tmp_path / "memory.current").write_text("6000\n")
     (tmp_path / "memory.stat").write_text("anon 3000\ninactive_file 2500\n")
-    monkeypatch.setattr(preflight, "_CGROUP", tmp_path)
     assert preflight.free_host_memory() == 10000 - 6000 + 2500
     (tmp_path / "memory.max").write_text("max\n")
     assert preflight.free_host_memory() == 20000
