@@ -46,9 +46,7 @@ class DataTypes(_Strict):
 
 
 class ActivationCheckpointing(_Strict):
-    """Section "activation_checkpointing"; its presence turns activation checkpointing on."""
-
-    cpu_checkpointing: bool = False
+    """Section "activation_checkpointing", without settings; its presence turns activation checkpointing on."""
 
 
 class _FlopsProfiler(_Strict):

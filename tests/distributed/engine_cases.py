@@ -93,8 +93,7 @@ class Case:
     embeddings_on_cpu: bool = False
     bf16: bool = False
     grad_accum_dtype: str | None = None
-    checkpointing: str = ""
-    """"", "plain" or "cpu"."""
+    checkpointing: bool = False
     offload: str = ""
     """"", "optimizer" or "all" (parameters too)."""
     coalesce: bool = False
@@ -449,7 +448,7 @@ def training_config(case: Case) -> TrainingConfig:
     if case.grad_accum_dtype:
         config["data_types"] = {"grad_accum_dtype": case.grad_accum_dtype}
     if case.checkpointing:
-        config["activation_checkpointing"] = {"cpu_checkpointing": case.checkpointing == "cpu"}
+        config["activation_checkpointing"] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ds_config.json"
         path.write_text(json.dumps(config))

@@ -43,7 +43,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "offload_optimizer": {"device": "cpu"},
             "offload_param": {"device": "cpu"},
         },
-        "activation_checkpointing": {"cpu_checkpointing": True},
+        "activation_checkpointing": {},
     },
 }
 SIGNALLED = "group [1]/signalled"
