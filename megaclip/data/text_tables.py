@@ -210,9 +210,11 @@ def _records(path: str, account: Account) -> Iterator[dict[str, Any]]:
             ) from error
 
     with _open_text(path) as file:
-        line = next((line for line in file if line.strip()), "")
-        is_list = line.lstrip().startswith("[")
-        lines = parsed(line + file.read(), 1) if is_list else itertools.chain([line] if line else [], file)
+        head = [""]  # the first lines, as far as the first one that is not blank
+        while not head[-1].strip() and (line := file.readline()):
+            head.append(line)
+        is_list = head[-1].lstrip().startswith("[")
+        lines = parsed("".join(head) + file.read(), 1) if is_list else itertools.chain(head[1:], file)
         for number, item in enumerate(account.see(lines), start=1):
             if not is_list and not item.strip():
                 account.leave_out(BLANK, f"{path}, line {number}")

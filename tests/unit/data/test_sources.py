@@ -419,6 +419,7 @@ def test_tables_without_rows_among_others_add_none(tmp_path, kind):
         ({"x.csv": 'filepath,title\n0.png,"no end\n1.png,"a, b"\n'}, "the row in line 2 has a quotation mark"),
         ({"x.csv": "filepath,title\n0.png,red, blue\n1.png,a, b\n"}, r"line 2 has more .*0\.png,red,.*quot"),
         ({"x.jsonl": '{"image": "0.png", "text": "a"}\n{"image": "1'}, "x.jsonl: line 2: .*; write one JSON obj"),
+        ({"x.jsonl": '\n\n\n{"image": "0.png", "text": "a"}\n{"image": "1'}, "x.jsonl: line 5: "),
         ({"x.json": '{"annotations":\n []}'}, "x.json: line 1: .*; write one JSON object per line"),
         ({"x.jsonl": "{}\n{}\n"}, "x.jsonl' has only rows without fields"),
         ({"x.csv": "id,Photo,Words\n0,0.png,a\n"}, "it has id, Photo, Words; set --image-key to one of them"),
