@@ -106,6 +106,10 @@ class SampleOrder:
         self._largest = int(self.batch_sizes.max())
         is_one_epoch = (self.batch_sizes == self.samples_per_epoch).all()
         self._is_small = self.samples_per_epoch < 2 * self._largest and not is_one_epoch
+        # The parts of a mixture have a cache each.
+        self._cells = functools.lru_cache(8)(self._find_cells)
+        self._first_ids = functools.lru_cache(8)(self._find_first_ids)
+        self._laid_out = functools.lru_cache(2)(self._lay_out)
 
     def batch_start(self, batch: int) -> int:
         """Return the position of this dataset at which batch number `batch` begins."""
@@ -137,16 +141,14 @@ class SampleOrder:
             ids[changed] = first[places[changed]]
         return ids
 
-    @functools.lru_cache(maxsize=8)  # noqa: B019 (an order lives as long as its loader)
-    def _cells(self, epoch: int) -> np.ndarray:
+    def _find_cells(self, epoch: int) -> np.ndarray:
         """Return a permutation of the places of an epoch in which every place stays in its cell, (N,) int64."""
         size = max(1, self.samples_per_epoch - self._largest + 1)
         window = self.samples_per_epoch if self._shuffled else self.window_size
         places = permutation(self.samples_per_epoch, self._seed, _CELLS, epoch)
         return places[np.lexsort((places % window // size, places // window))]
 
-    @functools.lru_cache(maxsize=8)  # noqa: B019
-    def _first_ids(self, epoch: int) -> np.ndarray:
+    def _find_first_ids(self, epoch: int) -> np.ndarray:
         """Return the first ids of an epoch, as many as the batch that begins in the epoch before has positions."""
         boundary, batch = epoch * self.samples_per_epoch, self.batch_of(epoch * self.samples_per_epoch)
         start, end = self.batch_start(batch), self.batch_start(batch + 1)
@@ -191,8 +193,7 @@ class SampleOrder:
                 yield from ((used_from, int(shard)) for shard in shards[slots] if self._sizes[shard])
             begin = 0
 
-    @functools.lru_cache(maxsize=2)  # noqa: B019 (an order lives as long as its loader)
-    def _laid_out(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _lay_out(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the shards in the order of `epoch`, and the position after the last sample of each."""
         count = len(self._sizes)
         shards = permutation(count, self._seed, _SHARDS, epoch) if self._shuffled else np.arange(count)

@@ -161,3 +161,12 @@ def test_quotas_sum_to_a_block_and_unusable_settings_are_errors():
         SampleOrder([0, 0], seed=0)
     with pytest.raises(DataError, match="shard_order"):
         SampleOrder([1], seed=0, shard_order="random")
+
+
+def test_every_part_of_a_mixture_keeps_the_order_of_its_shards():
+    """It is computed once per epoch, not once per batch. 80 positions of each part are in epoch 0."""
+    parts = [SampleOrder([50] * 20, seed=number, batch_sizes=[8]) for number in range(4)]
+    mixture = MixtureOrder(parts, seed=0)
+    for batch in range(10):
+        mixture.visit(np.arange(32 * batch, 32 * (batch + 1)))
+    assert [part._laid_out.cache_info().misses for part in parts] == [1] * 4
