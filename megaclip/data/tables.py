@@ -112,7 +112,8 @@ class Table:
     @functools.cached_property
     def columns(self) -> dict[str, str]:
         """Names of the columns of images and captions, with the number of images if rows name the same ones."""
-        images = len(set(self.image_paths() or range(len(self))))
+        paths = self.image_paths()
+        images = len(self) if paths is None else len(set(paths))
         repeated = "" if images == len(self) else f" ({images:,} different images in {len(self):,} rows)"
         return self._columns | {"image": self._columns["image"] + repeated}
 
