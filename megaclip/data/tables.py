@@ -75,7 +75,7 @@ class Table:
         self._id = options.id_column and find_column(names, options.id_column, (), "id", name)
         self._fields = {name: find_column(names, key, (), "field", name) for name, key in options.field_keys.items()}
         self._columns = text.columns if text else {"image": self._image, "caption": ", ".join(self._captions)}
-        self._image_root, self._ends = options.image_root, np.cumsum(rows)
+        self._image_root, self._starts = options.image_root, np.cumsum([0, *rows])
         # A saved dataset may have the format of NumPy or another library, in which a list is not a Python list.
         dataset = dataset.with_format(None)
         if isinstance(dataset.features[self._image], Image):
@@ -165,13 +165,16 @@ class Table:
             return self._files or [str(entry["filename"]) for entry in self._rows.cache_files]
         return [self._path(os.fsdecode(cell), self._folder(row)) for row, cell in enumerate(paths)]
 
+    def _file_of(self, row: int) -> int:
+        return int(np.searchsorted(self._starts, row, side="right")) - 1
+
     def shard_name(self, row: int) -> str:
         """Return the file of a row, or the name of a table without files."""
-        return self._files[int(np.searchsorted(self._ends, row, side="right"))] if self._files else self._name
+        return self._files[self._file_of(row)] if self._files else self._name
 
     def _key(self, row: int) -> str:
         """Return a name of a row for messages. Rows are counted from 1 in each file, without the header of a table."""
-        before = [0, *self._ends][int(np.searchsorted(self._ends, row, side="right"))] if self._files else 0
+        before = self._starts[self._file_of(row)] if self._files else 0
         return f"{Path(self.shard_name(row)).name} row {row - before + 1}"
 
     def _folder(self, row: int) -> str | None:
