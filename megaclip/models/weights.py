@@ -63,7 +63,8 @@ class LoadReport:
                 "the weights have a logit_bias, as SigLIP's: add init_logit_bias to the model's JSON (SigLIP: -10, "
                 "with init_logit_scale 2.303)"
             )
-        if self.missing and not any(name.startswith(TOWER_PREFIXES["image"]) for name in self.loaded):
+        found = (*self.loaded, *(name for name, *_ in self.mismatched))
+        if self.missing and not any(name.startswith(TOWER_PREFIXES["image"]) for name in found):
             return "the file has no image tower of open_clip; --pretrained-image and --pretrained-text read one tower"
         return "use the model description that the weights were trained with, and name it with --model"
 

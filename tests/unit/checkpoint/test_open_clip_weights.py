@@ -24,7 +24,7 @@ from megaclip.data.sentencepiece_training import train_sentencepiece
 from megaclip.errors import CheckpointError
 from megaclip.models import build_model, load_model_config
 from megaclip.models.open_clip_keys import to_open_clip
-from megaclip.models.weights import compare_weights
+from megaclip.models.weights import LoadReport, compare_weights
 from megaclip.open_clip_package import import_open_clip
 from tests.pretrained import load_pretrained
 from tests.tolerances import EXPORT, POSITIONS, assert_close, assert_far
@@ -185,6 +185,8 @@ def test_one_tower_as_a_whole_model_is_answered_with_the_flag_for_towers(tmp_pat
     save_file(tower, path := tmp_path / "tower.safetensors")
     with pytest.raises(CheckpointError, match="the file has no image tower of open_clip; --pretrained-image"):
         load_pretrained(build_model(config), path)
+    smaller = LoadReport(("logit_scale",), ("visual.ln_pre.bias",), (), (("visual.proj", (64, 32), (32, 32)),))
+    assert smaller.advice.startswith("use the model description")
 
 
 @pytest.mark.parametrize(("image_size", "context_length"), [(32, 40), (16, 10)])
