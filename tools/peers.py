@@ -75,7 +75,8 @@ def peer_gpu_bytes(workload: Workload, method: str, *, autocast: bool = True) ->
     batch = workload.local_batch
     micro_batch = batch if method == OPEN_CLIP else min(workload.batch.micro_batch, batch)
     sizes = Sizes(workload.world_size, batch, workload.model.embed_dim, feature_bytes=width)
-    graph = micro_batch * (text.graph + image.backward_peak)
+    kept_text = text.backward.block_inputs if workload.checkpointing else text.graph
+    graph = micro_batch * (kept_text + image.backward_peak)
     graph *= ACTIVATIONS["amp_bf16" if autocast else "pure_bf16"]
     data = batch * (width * workload.image_bytes + 2 * workload.caption_bytes)  # numbers of images, int64 tokens
     loss = inf_cl_loss_bytes(sizes) if method == INF_CL else open_clip_loss_bytes(sizes, autocast=autocast)

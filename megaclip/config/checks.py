@@ -49,8 +49,6 @@ _REFUSED = {
     "weight_quantization": "it is not supported; leave it out",
     "checkpoint": "MegaCLIP writes and finds its checkpoints itself; use --logs, --name and --resume",
     "compile": "DeepCompile is not supported; use megaclip.compile",
-    "activation_checkpointing.cpu_checkpointing": "smaller chunks take less memory; leave it out, and lower "
-    "train_micro_batch_size_per_gpu",
     "activation_checkpointing.partition_activations": "activations are checkpointed by PyTorch; leave it out",
     "activation_checkpointing.contiguous_memory_optimization": "activations are checkpointed by PyTorch; leave it out",
     "activation_checkpointing.number_checkpoints": "every transformer block is one checkpoint; leave it out",

@@ -46,7 +46,9 @@ class DataTypes(_Strict):
 
 
 class ActivationCheckpointing(_Strict):
-    """Section "activation_checkpointing", without settings; its presence turns activation checkpointing on."""
+    """Section "activation_checkpointing"; its presence turns activation checkpointing on."""
+
+    cpu_checkpointing: bool = False
 
 
 class _FlopsProfiler(_Strict):

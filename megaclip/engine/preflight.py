@@ -172,7 +172,7 @@ def _reason_for_graphs(plan: MemoryPlan, setting: int | str, cluster: Cluster) -
         )
     if setting != "auto":
         return f"megaclip.keep_graphs {setting}"
-    return 'megaclip.keep_graphs "auto" keeps none on CPUs'
+    return f'megaclip.keep_graphs "auto" keeps none {"with cpu_checkpointing" if cluster.gpu_memory else "on CPUs"}'
 
 
 def _log_places(plan: MemoryPlan, workload: Workload, cluster: Cluster, folder: Path) -> None:

@@ -33,6 +33,7 @@ from megaclip.planner.constants import (
 )
 from megaclip.planner.phases import Phases, embedding_bytes, graph_bytes, step_phases, with_evaluation
 from megaclip.planner.states import States, checkpoint_bytes, gradient_bytes, states_of
+from megaclip.planner.towers import tower_work
 from megaclip.planner.traffic import exchange_sizes
 from megaclip.planner.workload import Workload
 from megaclip.step.layout import chunks_held, graphs_that_fit
@@ -297,11 +298,11 @@ def _with_full_captions(workload: Workload) -> Workload:
 def _graphs_that_auto_keeps(workload: Workload, cluster: Cluster) -> list[float]:
     """Return the largest number of bytes by which each graph that "auto" may keep raises the peak, in keeping order.
 
-    It keeps none on CPUs. The first graph of the text tower is back-propagated before the images, so the tower's
-    gradients are added to it.
+    It keeps none on CPUs, and none with cpu_checkpointing, where a graph's bytes are in host memory. The first graph of
+    the text tower is back-propagated before the images, so the tower's gradients are added to it.
     """
     section = workload.megaclip
-    if section.keep_graphs != "auto" or not cluster.gpu_memory:
+    if section.keep_graphs != "auto" or not cluster.gpu_memory or workload.checkpointing == "cpu":
         return []
     image, text = graph_bytes(workload)
     if workload.pairs:
@@ -359,6 +360,10 @@ def _host_parts(workload: Workload, cluster: Cluster, states: States) -> dict[st
         each, first = checkpoint_bytes(workload)
         of_samples = _sample_state_bytes(workload) if workload.sample_columns else 0.0
         parts["copy of a checkpoint"] = ranks * (each + of_samples) + min(ranks, workload.tensor_ranks) * first
+    if workload.checkpointing == "cpu":
+        chunks = [(work, work.micro_batch * work.costs.backward.block_inputs) for work in tower_work(workload)]
+        again = max((size for work, size in chunks if work.encoded_again), default=0.0)
+        parts["block inputs"] = ranks * max(again, sum(work.kept * size for work, size in chunks))
     if workload.megaclip.embeddings_offload:
         parts["embeddings"] = ranks * 2 * embedding_bytes(workload)
     parts["tokens of two steps"] = ranks * 2 * workload.local_batch * workload.caption_bytes

@@ -275,7 +275,7 @@ def with_evaluation(phases: Phases, workload: Workload, evaluation: EvaluationSe
     evaluated = replace(
         workload.with_megaclip(compile=False),
         model=workload.model.replace(vision_cfg={"patch_dropout": 0.0}),  # an evaluation reads all patches
-        checkpointing=False,
+        checkpointing="",
         image_unlocked=None,
         text_unlocked=None,
     )

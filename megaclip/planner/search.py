@@ -172,7 +172,7 @@ def _changes(workload: Workload) -> Iterator[tuple[str, str, Workload]]:
         setting = f'"megaclip": {{"text_micro_batch_size": {tensor_ranks * rows}}}'
         yield "text micro-batch", setting, workload.with_batch(text_micro_batch=rows)
     if not workload.checkpointing:
-        yield "checkpointing", '"activation_checkpointing": {}', replace(workload, checkpointing=True)
+        yield "checkpointing", '"activation_checkpointing": {}', replace(workload, checkpointing="gpu")
     zero = workload.zero
     if zero.stage > 0 and zero.reduce_bucket_size > _SMALL_BUCKET:
         setting = f'"zero_optimization": {{"reduce_bucket_size": {_SMALL_BUCKET}}}'

@@ -141,7 +141,7 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
         seconds = work.seconds(rates)
         first = batch * seconds.forward
         second = first * work.encoded_again / work.chunks
-        last = batch * (work.trained > 0) * (seconds.backward + seconds.recomputed * workload.checkpointing)
+        last = batch * (work.trained > 0) * (seconds.backward + seconds.recomputed * bool(workload.checkpointing))
         forward, again, backward = forward + first, again + second, backward + last
         hooks, reductions = _host_seconds(workload, work)
         host += hooks
@@ -177,7 +177,7 @@ def _host_seconds(workload: Workload, work: TowerWork) -> tuple[float, float]:
     """Return the seconds of DeepSpeed's hooks at ZeRO-3 around one tower's blocks, and those of its reductions."""
     if workload.zero.stage != 3:
         return 0.0, 0.0
-    backward = bool(work.trained) * (1 + workload.checkpointing)
+    backward = bool(work.trained) * (1 + bool(workload.checkpointing))
     seconds = ZERO_3_BLOCK_SECONDS + (ZERO_3_GATHER_SECONDS if workload.replicas > 1 else 0.0)
     forward, graph = work.passes
     blocks = (work.chunks + work.encoded_again) * forward.layers

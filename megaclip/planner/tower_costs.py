@@ -50,6 +50,8 @@ class Pass(NamedTuple):
 
     layers: int
     """Number of blocks."""
+    block_inputs: float
+    """Bytes of the inputs of the blocks."""
     products: float
     """Operations of matrix products and convolutions; a multiply-add is two."""
     attention: float
@@ -60,7 +62,7 @@ class Pass(NamedTuple):
     """Numbers that tensor-parallel ranks add up."""
 
 
-NO_WORK = Pass(0, 0.0, 0.0, 0.0, 0.0)
+NO_WORK = Pass(0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class TowerCosts(NamedTuple):
@@ -91,7 +93,7 @@ def tower_costs(
     compute_bytes: int,
     *,
     unlocked_groups: int | None = None,
-    checkpointing: bool = False,
+    checkpointing: str = "",
     compiled: bool = False,
     recomputes: bool = False,
     tensor_ranks: int = 1,
@@ -103,7 +105,7 @@ def tower_costs(
         name: "image" or "text".
         compute_bytes: bytes of a parameter and an activation, 2 or 4.
         unlocked_groups: number of trained groups of a partly locked tower; None: all of it is trained, or nothing.
-        checkpointing: activations are checkpointed.
+        checkpointing: activation checkpointing, "", "gpu" or "cpu" (the blocks' inputs are kept in host memory).
         compiled: without checkpointing, compiled code keeps fewer bytes of some blocks.
         recomputes: selective recomputation of a compiled tower lowers them further.
         tensor_ranks: number of ranks that the blocks are split over.
@@ -116,7 +118,8 @@ def tower_costs(
     costs = _traced(*arguments, checkpoints=False)
     if checkpointing:
         with_checkpoints = _traced(*arguments, checkpoints=True)
-        graph, peak = with_checkpoints.graph, with_checkpoints.backward_peak
+        on_host = costs.backward.block_inputs if checkpointing == "cpu" else 0.0
+        graph, peak = with_checkpoints.graph - on_host, with_checkpoints.backward_peak - on_host
     elif compiled:
         graph = costs.graph - costs.fused - recomputes * costs.recomputed
         peak = costs.backward_peak - costs.fused - recomputes * (costs.recomputed - costs.largest_recomputed)
@@ -197,10 +200,14 @@ def trace_tower(model: DualEncoder, name: str, samples: int) -> TowerCosts:
     image_tokens = torch.empty(0) if decoder is None else _image_tokens(model, samples)
     of_both = [*blocks, *decoder_blocks]
     trained_blocks = {block for block in of_both if any(parameter.requires_grad for parameter in block.parameters())}
+    inputs_of_blocks: dict[nn.Module, int] = {}
     gated = {module.ln_inner for block in of_both for module in block.modules() if getattr(module, "c_gate", None)}
     recomputed: list[int] = [0]
     fused: list[int] = [0]
     with_gradient: set[torch.Tensor] = set()
+
+    def count_input(block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        inputs_of_blocks[block] = (arguments[0] if arguments else options["hidden_states"]).nbytes
 
     def count_output(module: nn.Module, arguments: Any, output: torch.Tensor) -> None:
         recomputed.append(output.nbytes)
@@ -213,13 +220,15 @@ def trace_tower(model: DualEncoder, name: str, samples: int) -> TowerCosts:
     with torch.no_grad(), _Trace():
         _check_features(model, tower, name, samples)  # and compute what towers compute only once
     with ExitStack() as hooks:
+        for block in of_both:
+            hooks.callback(block.register_forward_pre_hook(count_input, with_kwargs=True).remove)
         for block in model.blocks_to_compile(tower):
             for module in block.modules():
                 if block in trained_blocks and isinstance(module, nn.LayerNorm | nn.GELU | QuickGELU):
                     hooks.callback(module.register_forward_hook(count_output).remove)
         with torch.no_grad(), _Trace() as without_graph:
             tower(_inputs(model, name, samples, model.logit_scale.dtype))
-        forward = without_graph.ended(len(blocks))
+        forward = without_graph.ended(len(blocks), sum(inputs_of_blocks.values()))
         if decoder is not None:
             with torch.no_grad(), _Trace():
                 _check_decoder(decoder, tower, image_tokens, _inputs(model, name, samples, model.logit_scale.dtype))
@@ -229,7 +238,7 @@ def trace_tower(model: DualEncoder, name: str, samples: int) -> TowerCosts:
                 hooks.callback(parameter.register_post_accumulate_grad_hook(freed).remove)
         inputs = _inputs(model, name, samples, model.logit_scale.dtype)
         outputs = tower(inputs)
-        graph.ended(0)
+        graph.ended(0, 0)
         results = [output.sum() for output in outputs] if isinstance(outputs, tuple) else [outputs.sum()]
         if decoder is not None:
             results[1] = decoder(image_tokens, outputs[1], inputs, inputs[:, 1:].numel())
@@ -237,7 +246,7 @@ def trace_tower(model: DualEncoder, name: str, samples: int) -> TowerCosts:
         del outputs
         sum(results).backward()
     check_use_of_adapters(tower, with_gradient)
-    backward = graph.ended(len(trained_blocks))
+    backward = graph.ended(len(trained_blocks), sum(inputs_of_blocks[block] for block in trained_blocks))
     outputs_of_norms = sum(recomputed), max(recomputed), sum(fused)
     return TowerCosts(without_graph.peak, kept, graph.peak, *outputs_of_norms, forward, backward)
 
@@ -309,9 +318,9 @@ class _Trace(TorchDispatchMode):
         super().__exit__(*error)
         self._patches.close()
 
-    def ended(self, blocks: int) -> Pass:
+    def ended(self, blocks: int, block_inputs: float) -> Pass:
         """Return the work since the last call."""
-        work = Pass(blocks, self.products, self.attention, self.moved, self.sums)
+        work = Pass(blocks, block_inputs, self.products, self.attention, self.moved, self.sums)
         self.products = self.moved = self.attention = self.sums = 0.0
         return work
 

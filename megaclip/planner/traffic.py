@@ -84,7 +84,8 @@ def tensor_traffic(workload: Workload) -> float:
 
 
 def offload_traffic(workload: Workload) -> float:
-    """Return the bytes of parameters and gradients between a rank's GPU and host memory per step."""
+    """Return the bytes between a rank's GPU and host memory per step: parameters, gradients and, with
+    cpu_checkpointing, the blocks' inputs."""
     width, elements = workload.compute_bytes, _moved_elements(workload)
     moved = 0.0
     if workload.offloads_optimizer:
@@ -98,7 +99,12 @@ def offload_traffic(workload: Workload) -> float:
             moved += width * (2 * elements.reduced - first)
     if workload.offloads_parameters:
         moved += width * elements.gathered
-    return moved / workload.replicas
+    moved /= workload.replicas
+    if workload.checkpointing == "cpu":
+        for work in tower_work(workload):
+            if work.trained:  # inputs of locked blocks are copied to the host too, and freed there
+                moved += workload.local_batch * sum(costs.block_inputs for costs in work.passes)
+    return moved
 
 
 def _reduces_every_chunk(workload: Workload) -> bool:

@@ -97,8 +97,8 @@ class Workload:
     """Bytes per trained parameter of the optimizer's states and of the moving average, without the float32 master."""
     optimizer_temporary_bytes: int
     """Bytes per trained parameter that the optimizer takes during its step only."""
-    checkpointing: bool = False
-    """True if activations are checkpointed."""
+    checkpointing: str = ""
+    """Activation checkpointing: "", "gpu" or "cpu" (the blocks' inputs are kept in host memory)."""
     image_unlocked: int | None = None
     """Number of trainable groups of a locked image tower. None: the tower is not locked."""
     text_unlocked: int | None = None
@@ -142,6 +142,7 @@ class Workload:
                 f"megaclip.tensor_parallel_size {config.megaclip.tensor_parallel_size} requires MegaCLIP's own towers, "
                 "and open_clip's modules run this model; use 1"
             )
+        checkpoints_to = "cpu" if config.settings.activation_checkpointing.cpu_checkpointing else "gpu"
         accumulate = config.settings.data_types.grad_accum_dtype
         states, temporary = _optimizer_bytes(config)
         workload = cls(
@@ -155,7 +156,7 @@ class Workload:
             optimizer=config.optimizer.type,
             optimizer_state_bytes=states + (4 if config.megaclip.ema_decay else 0),
             optimizer_temporary_bytes=temporary,
-            checkpointing=config.activation_checkpointing,
+            checkpointing=checkpoints_to if config.activation_checkpointing else "",
             **run,
         )
         if workload.pairs and workload.batch.text_micro_batch != workload.batch.micro_batch:
@@ -362,7 +363,9 @@ class Workload:
     @property
     def compiles_image_tower(self) -> bool:
         """True if a run that compiles compiles the image tower as a whole."""
-        return compiles_whole_tower(int(self.zero.stage), checkpointing=self.checkpointing, coalesces=self.coalesces)
+        return compiles_whole_tower(
+            int(self.zero.stage), checkpointing=bool(self.checkpointing), coalesces=self.coalesces
+        )
 
     @functools.cached_property
     def parameters(self) -> tuple[Parameters, Parameters]:

@@ -127,7 +127,8 @@ def build_engine(
     write_masters(engine, pretrained)
     del pretrained
     if config.activation_checkpointing:
-        model.set_activation_checkpointing(_checkpoint)
+        on_cpu = config.settings.activation_checkpointing.cpu_checkpointing
+        model.set_activation_checkpointing(_checkpoint_on_cpu if on_cpu else _checkpoint)
     compiled = _compile_towers(model, config, recomputes=recomputes) if compiles else ""
     trace_kinds_of_passes(engine)
     group_kernels(engine)
@@ -245,6 +246,11 @@ def _check_quantized_collectives(config: TrainingConfig) -> None:
 # ZeRO-3 has partitioned.
 def _checkpoint(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     return checkpoint(function, *arguments, use_reentrant=False, **options)
+
+
+def _checkpoint_on_cpu(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return _checkpoint(function, *arguments, **options)
 
 
 def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: DualEncoder, compiled: str) -> None:

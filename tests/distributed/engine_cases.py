@@ -93,7 +93,8 @@ class Case:
     embeddings_on_cpu: bool = False
     bf16: bool = False
     grad_accum_dtype: str | None = None
-    checkpointing: bool = False
+    checkpointing: str = ""
+    """"", "plain" or "cpu"."""
     offload: str = ""
     """"", "optimizer" or "all" (parameters too)."""
     coalesce: bool = False
@@ -448,7 +449,7 @@ def training_config(case: Case) -> TrainingConfig:
     if case.grad_accum_dtype:
         config["data_types"] = {"grad_accum_dtype": case.grad_accum_dtype}
     if case.checkpointing:
-        config["activation_checkpointing"] = {}
+        config["activation_checkpointing"] = {"cpu_checkpointing": case.checkpointing == "cpu"}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ds_config.json"
         path.write_text(json.dumps(config))

@@ -58,7 +58,7 @@ ROWS = covering_rows(
     loss=("clip", "siglip"),
     exchange=("ring", "all_gather"),
     reduction=("feature", "scalar"),
-    checkpointing=(False, True),
+    checkpointing=("", "plain", "cpu"),
     offload=("", "optimizer", "all"),
     coalesce=(False, True),
     overlap=(False, True),
@@ -80,11 +80,11 @@ CASES |= {f"zero{stage} Lion": Case(stage, 3, optimizer="Lion") for stage in (0,
 CASES["zero0 Lamb"] = Case(0, 3, optimizer="Lamb")
 CASES["zero0 Adafactor"] = Case(0, 3, optimizer="Adafactor")
 EVERYTHING = Case(
-    3, 3, text_chunks=6, offload="all", checkpointing=True, coalesce=True, patch_dropout=0.5, clipping=0.1
+    3, 3, text_chunks=6, offload="all", checkpointing="cpu", coalesce=True, patch_dropout=0.5, clipping=0.1
 )
 # The image tower is one graph at ZeRO-1. In the other cases each block is one.
 CASES["zero1 compiled"] = Case(1, 3, compiled=True, patch_dropout=0.5)
-CASES["zero2 compiled checkpointing"] = Case(2, 3, compiled=True, checkpointing=True)
+CASES["zero2 compiled checkpointing"] = Case(2, 3, compiled=True, checkpointing="plain")
 CASES["zero3 compiled everything"] = replace(EVERYTHING, compiled=True)
 COUNTED = ("zero1 compiled", "zero2 compiled checkpointing", "zero3 compiled everything")
 """Cases whose graphs are counted: the whole image tower, and its blocks at two stages."""
@@ -94,7 +94,7 @@ CASES["zero1 SigLIP compiled"] = Case(1, 3, family="siglip", loss="siglip", comp
 CASES["zero2 SigLIP locked below"] = Case(2, 3, family="siglip", loss="siglip", locked="below", text_chunks=2)
 CASES["zero3 PE everything"] = replace(EVERYTHING, family="pe")
 CASES["zero1 EVA-02"] = Case(1, 3, family="eva02", patch_dropout=0.5, coalesce=True)
-CASES["zero3 EVA-02 compiled"] = Case(3, 3, family="eva02", compiled=True, checkpointing=True, ranks=1)
+CASES["zero3 EVA-02 compiled"] = Case(3, 3, family="eva02", compiled=True, checkpointing="plain", ranks=1)
 CASES["zero2 EVA-02 enormous"] = Case(2, 3, family="eva02 enormous", text_chunks=2)
 
 KEPT = {

@@ -63,12 +63,12 @@ CASES = {
     "zero1 dora": case(1, lora={"dora": True}),
     "zero1 dropout": case(1, lora={"dropout": 0.4}, keep=3),
     "zero2 dropout, checkpointing, coalesced": case(
-        2, lora={"dropout": 0.4}, checkpointing=True, coalesce=True, text_chunks=2
+        2, lora={"dropout": 0.4}, checkpointing="plain", coalesce=True, text_chunks=2
     ),
     "zero3 dropout, compiled": case(3, lora={"dropout": 0.4}, compiled=True, keep=2, clipping=0.1, ranks=1),
-    "zero2 text": case(2, lora={"towers": ["text"]}, checkpointing=True),
+    "zero2 text": case(2, lora={"towers": ["text"]}, checkpointing="plain"),
     "zero3 image": case(3, lora={"towers": ["image"], "targets": ["q_proj", "v_proj"]}, persistence_threshold=200),
-    "zero3 offloaded": case(3, offload="all", checkpointing=True),
+    "zero3 offloaded": case(3, offload="all", checkpointing="cpu"),
 }
 
 RESUMED = (0, 2, 3)

@@ -25,7 +25,7 @@ from tests.tolerances import OPEN_CLIP_BF16, OPEN_CLIP_ENGINE, compare, exceeded
 
 WAYS: dict[str, dict] = {
     "compiled": {"compiled": True, "keep": 1, "resumes": False},
-    "checkpointing": {"checkpointing": True},
+    "checkpointing": {"checkpointing": "plain"},
     "kept": {"keep": 3, "text_chunks": 1, "resumes": False},
 }
 WITHOUT_GROUPS = ("resnet", "m2m_100")
@@ -39,9 +39,9 @@ QUICK = {
 QUICK |= {
     # The first or last pass of one tower also runs the other tower, on blank rows.
     "both random zero2 offloaded": Case(2, family=BOTH_RANDOM, offload="optimizer", resumes=False),
-    "mobileclip zero2 kept": Case(2, family="mobileclip", keep=3, checkpointing=True, resumes=False),
-    "mt5 zero3 checkpointing": Case(3, family="mt5", checkpointing=True, resumes=False),
-    "both random zero3 adapters": Case(3, family=BOTH_RANDOM, checkpointing=True, section=ADAPTERS, resumes=False),
+    "mobileclip zero2 kept": Case(2, family="mobileclip", keep=3, checkpointing="plain", resumes=False),
+    "mt5 zero3 checkpointing": Case(3, family="mt5", checkpointing="plain", resumes=False),
+    "both random zero3 adapters": Case(3, family=BOTH_RANDOM, checkpointing="plain", section=ADAPTERS, resumes=False),
     # Adapters in timm's blocks, beside batch norms whose statistics are in checkpoints.
     "mobileclip zero2 adapters": Case(2, family="mobileclip", section=ADAPTERS),
     "eva zero1 cut": Case(1, family="eva", captions="cut", resumes=False),
@@ -50,7 +50,9 @@ QUICK |= {
     "coca zero3 kept": Case(3, family=COCA, captions="padded", keep=2),
 }
 GRID = {
-    "eva zero3 compiled, cut": Case(3, family="eva", compiled=True, captions="cut", checkpointing=True, resumes=False),
+    "eva zero3 compiled, cut": Case(
+        3, family="eva", compiled=True, captions="cut", checkpointing="plain", resumes=False
+    ),
     "both random zero3 kept": Case(3, family=BOTH_RANDOM, keep=3, text_chunks=1),
 }
 """Each family at the stages that QUICK does not have, one way each. Every third family is also compiled.

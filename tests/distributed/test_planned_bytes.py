@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Case, dict[str, int]]] = {
     "all graphs kept": (Case(3, 2, keep=ALL), AHEAD),
     "image chunks, one text chunk": (Case(3, 2, text_chunks=1), AHEAD),
     "coalesced": (Case(3, 2, bf16=True, coalesce=True), AHEAD),
-    "checkpointing": (Case(3, 2, checkpointing=True), FEW | AHEAD),
+    "checkpointing": (Case(3, 2, checkpointing="plain"), FEW | AHEAD),
     "offload": (Case(3, 2, offload="all"), AHEAD),
     "image locked": (Case(3, 2, locked="image", keep=1), AHEAD),
     "partly locked": (Case(3, 2, locked="below", keep=3), AHEAD),

@@ -44,7 +44,7 @@ ROWS = covering_rows(
     text_chunks=(3, 1),
     clipping=(0.2, 0.0),
     offload=("", "optimizer", "all"),
-    checkpointing=(False, True),
+    checkpointing=("", "plain"),
     coalesce=(False, True),
     patch_dropout=(0.0, 0.5),
     locked=("", "below", "most"),
@@ -60,10 +60,10 @@ LAUNCHES: dict[tuple[int, int], dict[str, Case]] = {
         "zero0": Case(0, 3, patch_dropout=0.5, clipping=0.2, text_chunks=1, captions="cut"),
         "zero1 SigLIP": Case(1, 3, family="siglip", loss="siglip", patch_dropout=0.5, clipping=0.1),
         "zero2 coalesced": Case(2, 3, coalesce=True, exchange="all_gather", reduction="scalar", offload="optimizer"),
-        "zero3 PE": Case(3, 3, family="pe", checkpointing=True, persistence_threshold=100),
+        "zero3 PE": Case(3, 3, family="pe", checkpointing="plain", persistence_threshold=100),
     },
     (4, 4): {
-        "zero1 locked": Case(1, 3, locked="below", clipping=0.2, captions="cut", checkpointing=True),
+        "zero1 locked": Case(1, 3, locked="below", clipping=0.2, captions="cut", checkpointing="plain"),
         "zero3": Case(3, 3, patch_dropout=0.5, loss="siglip", offload="all"),
     },
 }
@@ -181,12 +181,12 @@ def twelve_steps() -> dict[str, bool | int | list[str]]:
         "replicas equal": len(set(map(tuple, gather_integers(digest)))) == 1,
         "parts differ": len(set(gather_objects(part.sum().item()))) == 2,
         "state names": sorted(engine.module.state_dict()),
-        "all-reduces": count_all_reduces(checkpointing=False),
-        "all-reduces, checkpointed": count_all_reduces(checkpointing=True),
+        "all-reduces": count_all_reduces(""),
+        "all-reduces, checkpointed": count_all_reduces("plain"),
     }
 
 
-def count_all_reduces(*, checkpointing: bool) -> int:
+def count_all_reduces(checkpointing: str) -> int:
     """Return the number of sums over the tensor-parallel group in one step. The text tower is locked."""
     case = split(Case(1, 3, locked="text", checkpointing=checkpointing), 2)
     engine = engine_cases.start_engine(case)

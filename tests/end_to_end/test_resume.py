@@ -43,7 +43,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "offload_optimizer": {"device": "cpu"},
             "offload_param": {"device": "cpu"},
         },
-        "activation_checkpointing": {},
+        "activation_checkpointing": {"cpu_checkpointing": True},
     },
 }
 SIGNALLED = "group [1]/signalled"

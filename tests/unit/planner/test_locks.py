@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megaclip.models import ModelDescription, build_model
 from megaclip.planner import describe, plan_memory, plan_time
 from megaclip.planner.phases import graph_bytes
 from megaclip.planner.tower_costs import _Trace
 from megaclip.planner.towers import TowerWork, tower_work
-from megaclip.planner.traffic import parameter_traffic, tensor_traffic
+from megaclip.planner.traffic import offload_traffic, parameter_traffic, tensor_traffic
 from megaclip.planner.workload import Workload
 from tests.open_clip_families import CONTEXT_LENGTH, IMAGE_SIZE, VOCAB_SIZE, family
 from tests.unit.planner.planner_cases import H200, workload
-from tests.unit.planner.test_tower_costs import SAMPLES, bytes_saved_for_backward
+from tests.unit.planner.test_tower_costs import SAMPLES, bytes_saved_for_backward, locked_model, model_config
 
 IMAGE, TEXT = 0, 1
 
@@ -58,6 +59,7 @@ def test_open_clips_towers_are_traced_with_their_lock(name: str, unlocked: int, 
     planned = work.costs.graph / whole.costs.graph
     assert 0 < planned < 0.6 and planned == pytest.approx(saved / saved_whole, rel=0.1, abs=0.01)
     assert work.passes[1].layers == unlocked and whole.passes[1].layers == work.passes[0].layers == 2
+    assert work.costs.backward.block_inputs == unlocked * whole.costs.backward.block_inputs / 2
     assert work.costs.backward_peak >= work.costs.forward_peak
 
 
@@ -131,6 +133,32 @@ def test_a_plan_counts_what_the_forward_pass_of_a_wholly_locked_tower_holds(tmp_
     phases = plan_memory(job, H200).gpu_phases
     assert phases.image_tower_forward.activations == job.batch.micro_batch * image.costs.forward_peak
     assert phases.image_tower_backward is None and phases.text_tower_backward is not None
+
+
+def test_copies_of_block_inputs_are_those_of_save_on_cpu(tmp_path: Path) -> None:
+    """Inputs of locked blocks are packed but never unpacked."""
+    config = model_config()
+    for groups in (None, 3):
+        copied = 0
+
+        def count(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal copied
+            copied += tensor.numel() * tensor.element_size() * (tensor.numel() > 0)
+            return tensor
+
+        def counted(function: Any, *arguments: Any, **options: Any) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(count, count):
+                return checkpoint(function, *arguments, use_reentrant=False, **options)
+
+        model = locked_model(config, groups)
+        model.set_activation_checkpointing(counted)
+        model.visual(torch.randn(SAMPLES, 3, 56, 56)).sum().backward()
+        model.text(torch.randint(0, 50, (SAMPLES, 77))).sum().backward()
+        checkpointing = {"activation_checkpointing": {"cpu_checkpointing": True}}
+        job = workload(tmp_path, model=config, megaclip={"cut_captions": False}, **checkpointing)
+        job = replace(job, image_unlocked=groups, text_unlocked=groups, bf16=False)
+        job = job.with_batch(SAMPLES, micro_batch=SAMPLES)
+        assert offload_traffic(job) == pytest.approx(copied, rel=0.01)
 
 
 def test_traffic_of_the_backward_pass_is_that_of_the_trained_part(tmp_path: Path) -> None:

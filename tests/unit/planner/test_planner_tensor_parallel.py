@@ -80,7 +80,7 @@ def test_bytes_of_the_sums_inside_a_replica_by_hand(tmp_path: Path) -> None:
     image, text, last = 3 * 5 * 16, 6 * 8, 8
     rows = 2 * 256  # four chunks of 64 rows of each of the two ranks
     sent = rows * 2 * 2 * (2 - 1) / 2  # bf16, and a ring's share
-    for sums, checkpointing in ((7, True), (6, False)):
+    for sums, checkpointing in ((7, "gpu"), (6, "")):
         job = replace(tiny(tmp_path, 2), checkpointing=checkpointing)
         assert sum(job.encoded_again)
         by_hand = sums * (image + text) + (sums - 2) * last + last + text

@@ -27,7 +27,7 @@ def test_towers_run_twice_with_the_cache_and_forward_again_with_checkpointing(tm
     one = describe(gpus=1)
     step = plan_time(job, one)
     assert step.towers == pytest.approx(4096 * (2 * forward + backward))
-    assert plan_time(replace(job, checkpointing=True), one).towers == pytest.approx(4096 * (3 * forward + backward))
+    assert plan_time(replace(job, checkpointing="gpu"), one).towers == pytest.approx(4096 * (3 * forward + backward))
     assert plan_time(of_batch(job, 512), one).towers == pytest.approx(512 * (forward + backward))
     locked = plan_time(replace(job, image_unlocked=0), one)
     assert locked.towers == pytest.approx(4096 * (2 * forward + backward - image.forward - image.backward))

@@ -108,15 +108,16 @@ def test_auto_fills_the_gpu_up_to_its_margin_and_never_refuses_what_fits_without
     assert found[-1] == 1 if model == "ViT-g-14" else (found[-1] == 16 and len(set(found)) > 4)
 
 
-def test_auto_keeps_nothing_on_a_cpu_and_all_graphs_that_are_checkpointed(tmp_path: Path) -> None:
-    job, cluster = auto(tmp_path), describe(gpu="cpu", gpus=1)
-    plan = plan_memory(job, cluster)
-    assert plan.workload.kept == (0, 0) and plan.graph_bytes == []
-    # An explicit number is kept there too, and is part of the plan.
-    asked = plan_memory(job.with_megaclip(keep_graphs=12), cluster)
-    assert asked.workload.kept == (8, 4) and asked.cpu_peak > plan.cpu_peak + GIB
+def test_auto_keeps_nothing_where_it_cannot_know_or_would_fill_the_host(tmp_path: Path) -> None:
+    job, big = auto(tmp_path), describe(gpus=1)
+    for changed, cluster in ((job, describe(gpu="cpu", gpus=1)), (replace(job, checkpointing="cpu"), big)):
+        plan = plan_memory(changed, cluster)
+        assert plan.workload.kept == (0, 0) and plan.graph_bytes == []
+        # An explicit number is kept there too, and is part of the plan.
+        asked = plan_memory(changed.with_megaclip(keep_graphs=12), cluster)
+        assert asked.workload.kept == (8, 4) and asked.cpu_peak > plan.cpu_peak + GIB
     # Checkpointed graphs are small: all fit.
-    assert plan_memory(replace(job, checkpointing=True), describe(gpus=1)).workload.kept == (8, 8)
+    assert plan_memory(replace(job, checkpointing="gpu"), big).workload.kept == (8, 8)
 
 
 def test_a_step_that_keeps_all_graphs_reads_and_encodes_everything_once(tmp_path: Path) -> None:
@@ -235,8 +236,8 @@ def bytes_alive_at_the_loss(job: Workload) -> int:
     return alive[0]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_kept_graphs_take_the_planned_bytes(tmp_path: Path, checkpointing: bool) -> None:
+@pytest.mark.parametrize("checkpointing", ["", "gpu"])
+def test_kept_graphs_take_the_planned_bytes(tmp_path: Path, checkpointing: str) -> None:
     job = workload(tmp_path, 1, bf16={"enabled": False}, data_types={})
     job = replace(job, model=TOKENS, checkpointing=checkpointing).with_batch(32, micro_batch=8, text_micro_batch=16)
     none, planned_none = bytes_alive_at_the_loss(job), plan_memory(job, describe(gpus=1)).gpu_phases.loss
