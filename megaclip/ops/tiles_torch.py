@@ -200,12 +200,15 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 @contextlib.contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
     """Set whether CUDA products may use TF32, and restore the setting of the process at the end."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = allowed
+    matmul = torch.backends.cuda.matmul
+    is_new = hasattr(matmul, "fp32_precision")  # torch >= 2.9, where allow_tf32 raises if fp32_precision was set
+    name, value = ("fp32_precision", "tf32" if allowed else "ieee") if is_new else ("allow_tf32", allowed)
+    before = getattr(matmul, name)
+    setattr(matmul, name, value)
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        setattr(matmul, name, before)
 
 
 def tile_side(tile_budget_mib: float, buffers: int, dtype: torch.dtype) -> int:

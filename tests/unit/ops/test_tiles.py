@@ -153,6 +153,25 @@ def test_nothing_is_recorded_for_autograd_and_autocast_is_ignored() -> None:
     assert_close(row_lse, reference.tile_stats(x.detach(), x.detach(), 10.0, 10.0, diagonal=0)[0], VALUE[torch.float32])
 
 
+@pytest.mark.parametrize("setting", ["medium", "high", "tf32", "none"])
+def test_the_precision_of_products_is_restored(setting: str) -> None:
+    matmul, x = torch.backends.cuda.matmul, features(3, 4, torch.float32, 0)
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("requires torch 2.9")
+    try:
+        if setting in ("medium", "high"):
+            torch.set_float32_matmul_precision(setting)
+        else:
+            matmul.fp32_precision = setting
+        before = matmul.fp32_precision
+        tiles.tile_stats(x, x, 1.0, 1.0)
+        assert matmul.fp32_precision == before
+        assert setting not in ("medium", "high") or torch.get_float32_matmul_precision() == setting
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
 @pytest.mark.parametrize("budget_mib", [0.001, 0.01, 1])
 def test_tiles_cover_everything_once_and_stay_within_the_budget(budget_mib: float) -> None:
     side = tiles_torch.tile_side(budget_mib, 4, torch.float32)
