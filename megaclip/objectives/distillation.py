@@ -159,9 +159,10 @@ class Distillation(Objective):
         """Return the features of the models, the first time that a chunk is encoded."""
         found = {}
         for number, teacher in self._models.items():
-            for tower, inputs in (("image", chunk.images), ("text", chunk.tokens)):
-                if inputs is not None and (not chunk.is_repeated or self.settings.feature_weight):
-                    found[f"{tower}_{number}"] = teacher.encode(tower, inputs)
+            images, texts = (chunk.images, chunk.image_features), (chunk.tokens, chunk.text_features)
+            for tower, (inputs, own) in zip(TOWERS, (images, texts), strict=True):
+                if inputs is not None and own is not None and (not chunk.is_repeated or self.settings.feature_weight):
+                    found[f"{tower}_{number}"] = teacher.encode(tower, inputs, own.dtype)
         return found
 
     def chunk_terms(self, chunk: Chunk) -> dict[str, Tensor]:

@@ -49,11 +49,12 @@ class TeacherModel:
         self.logit_scale = self._model.logit_scale.exp().item()
 
     @torch.no_grad()
-    def encode(self, tower: str, inputs: Tensor) -> Tensor:
-        """Return features (m, E) of unit length. inputs: the student's images (m, 3, H, W) or tokens (m, L)."""
-        if next(self._model.parameters()).device != inputs.device or tower == "image":
-            dtype = inputs.dtype if inputs.is_floating_point() else None
-            self._model.to(device=inputs.device, dtype=dtype)
+    def encode(self, tower: str, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return features (m, E) of unit length, computed in `dtype`.
+
+        inputs: the student's images (m, 3, H, W) or tokens (m, L).
+        """
+        self._model.to(inputs.device, dtype)
         if tower == "image":
             features = self._model(self._normalised(inputs))[0]
         else:

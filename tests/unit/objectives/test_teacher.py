@@ -8,6 +8,8 @@ from megaclip.checkpoint.open_clip_weights import write_weights
 from megaclip.data import ImageTransform
 from megaclip.errors import ConfigError
 from megaclip.models import ModelConfig, build_model
+from megaclip.objectives.base import Chunk
+from megaclip.objectives.distillation import Distillation
 from megaclip.objectives.teacher import TeacherModel
 
 CONFIG = ModelConfig.from_dict(
@@ -32,11 +34,16 @@ def test_a_teacher_sees_the_students_inputs_in_its_own_form(tmp_path):
     with torch.no_grad():
         images, texts, *_ = model(ImageTransform(16, **PIXELS).normalise(pixels), tokens)
     assert teacher.embed_dim == 16 and teacher.logit_scale == pytest.approx(model.logit_scale.exp().item())
-    torch.testing.assert_close(teacher.encode("image", student.normalise(pixels)), images)
-    torch.testing.assert_close(teacher.encode("text", tokens), texts)
-    assert not teacher.encode("text", tokens).requires_grad
+    dtype = torch.float32
+    torch.testing.assert_close(teacher.encode("image", student.normalise(pixels), dtype), images)
+    torch.testing.assert_close(teacher.encode("text", tokens, dtype), texts)
+    assert not teacher.encode("text", tokens, dtype).requires_grad
     larger = torch.zeros(2, 3, 32, 32)
-    assert teacher.encode("image", larger).shape == (2, 16)
+    assert teacher.encode("image", larger, dtype).shape == (2, 16)
+    chunk = Chunk({}, {}, is_repeated=False, tokens=tokens, text_features=texts.bfloat16())
+    own = Distillation(teachers=[{"model": str(tmp_path)}])
+    own._models = {0: teacher}
+    assert own.chunk_features(chunk)["text_0"].dtype == torch.bfloat16  # also before the first images
 
 
 def test_a_teacher_that_is_no_directory_is_refused(tmp_path):
