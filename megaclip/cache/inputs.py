@@ -49,17 +49,13 @@ def elements_of(inputs: Any) -> int:
     return max([1, *(leaf.numel() if isinstance(leaf, Tensor) else len(leaf) for leaf in _leaves(inputs))])
 
 
-def blank_of(inputs: Any) -> Any:
+def blank_of(inputs: Any, name: str = "") -> Any:
     """Return one row of zeros in the structure of `inputs`, with a mask of ones. Lists have no such row, and stay."""
-
-    def blank(name: str, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.dim() > 0:
-            return value.new_full((1, *value.shape[1:]), name == "attention_mask")
-        if isinstance(value, np.ndarray) and value.ndim > 0:
-            return np.full((1, *value.shape[1:]), name == "attention_mask", value.dtype)
-        return value
-
-    return _replaced(inputs, blank) if not isinstance(inputs, Tensor | np.ndarray) else blank("", inputs)
+    if isinstance(inputs, Tensor) and inputs.dim() > 0:
+        return inputs.new_full((1, *inputs.shape[1:]), name == "attention_mask")
+    if isinstance(inputs, np.ndarray) and inputs.ndim > 0:
+        return np.full((1, *inputs.shape[1:]), name == "attention_mask", inputs.dtype)
+    return _replaced(inputs, lambda name, value: blank_of(value, name))
 
 
 def samples_of(inputs: Any) -> int:
@@ -96,7 +92,7 @@ def _by_tokens(inputs: Any, tokens: int) -> Chunks:
 
 
 def _cut(inputs: Any, shape: torch.Size, length: int) -> Any:
-    """Cut the integers (_, L) of a mapping or dataclass, and the attention mask, to the first `length` columns."""
+    """Cut the integers (_, L) of `inputs`, by name, and the attention mask, to the first `length` columns."""
 
     def cut(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() != 2 or value.shape[1] != shape[1]:
@@ -129,14 +125,14 @@ def _rows(inputs: Any, rows: slice | Tensor) -> Any:
         return inputs[rows if isinstance(rows, slice) else rows.cpu().numpy()] if inputs.ndim > 0 else inputs
     if isinstance(inputs, list):
         return inputs[rows] if isinstance(rows, slice) else [inputs[row] for row in rows.tolist()]
-    if isinstance(inputs, tuple):
-        values = [_rows(value, rows) for value in inputs]
-        return type(inputs)(*values) if hasattr(inputs, "_fields") else tuple(values)
     return _replaced(inputs, lambda name, value: _rows(value, rows))
 
 
 def _replaced(inputs: Any, new: Callable[[str, Any], Any]) -> Any:
-    """Return a mapping or dataclass whose values are `new(name, value)`; anything else unchanged."""
+    """Return a mapping, dataclass or tuple whose values are `new(name, value)`; anything else unchanged."""
+    if isinstance(inputs, tuple):
+        values = map(new, getattr(inputs, "_fields", [""] * len(inputs)), inputs)
+        return type(inputs)(*values) if hasattr(inputs, "_fields") else tuple(values)
     if isinstance(inputs, Mapping):
         part: Any = copy.copy(inputs)  # keeps the class, such as BatchEncoding
         for name, value in inputs.items():

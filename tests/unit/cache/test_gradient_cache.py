@@ -14,6 +14,7 @@ from transformers import BatchEncoding
 
 from megaclip import Encoded, GradientCache
 from megaclip.cache import kept_graphs
+from megaclip.cache.inputs import blank_of
 from megaclip.cache.kept_graphs import KeptGraphs
 from megaclip.errors import ConfigError, DataError
 
@@ -65,6 +66,7 @@ STRUCTURES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] =
 def test_inputs_of_any_structure_are_divided_by_samples(structure: str, keep: int | str) -> None:
     encoder, x, y = encoder_and_inputs()
     pack, unpack = STRUCTURES[structure]
+    assert structure == "list" or unpack(blank_of(pack(x[:0]))).shape == (1, 4)
     log_scale = nn.Parameter(torch.tensor(0.5).double())
     own_loss(encoder(x), encoder(y), log_scale.exp()).backward()
     parameters = [*encoder.parameters(), log_scale]
@@ -85,15 +87,15 @@ def test_inputs_of_any_structure_are_divided_by_samples(structure: str, keep: in
         torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [Texts, BatchEncoding])
+@pytest.mark.parametrize("kind", [Texts, namedtuple("NamedTexts", Texts.__slots__), BatchEncoding])
 def test_chunks_by_tokens_are_sorted_cut_and_put_back_in_order(kind: type) -> None:
     torch.manual_seed(0)
     table = nn.Embedding(9, 3).double()
     lengths = torch.tensor([2, 5, 1, 3, 5, 4, 1])
     mask = (torch.arange(6) < lengths[:, None]).long()
     inputs: Any = Texts(torch.randint(9, (ROWS, 6)), mask, lengths, torch.randn(ROWS, 6).double())
-    if kind is BatchEncoding:
-        inputs = BatchEncoding({name: getattr(inputs, name) for name in Texts.__slots__})
+    values = {name: getattr(inputs, name) for name in Texts.__slots__}
+    inputs = kind(values) if kind is BatchEncoding else kind(**values)
     shapes = []
 
     def encode(batch: Any) -> Tensor:
