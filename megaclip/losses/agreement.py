@@ -30,12 +30,14 @@ def check_features(
     *,
     settings: LossSettings,
     ranks: RankGroup,
+    gradients: bool = False,
 ) -> int:
     """Raise DataError on all ranks unless all have features (b, D) of one shape and dtype and scalars of one element.
 
     Return the largest number of negatives of a rank. further: the tensors `_FURTHER`, which `SummedLoss.forward`
-    documents. The settings must be equal on all ranks too, except those of the tiles of a rank, and which of
-    `_FURTHER` are given. Without an error the only communication is one gather of four integers, and none on one rank.
+    documents. gradients: True if the sums of a backward pass are computed. These must be equal on all ranks
+    too: the settings, except those of the tiles of a rank, which of `_FURTHER` are given, and gradients. Without an
+    error the only communication is one gather of four integers, and none on one rank.
     """
     meaning = getattr(settings, "ids", "ignore")
     problem: Exception | None = None
@@ -46,6 +48,7 @@ def check_features(
         _check_own(image_features, text_features, logit_scale, logit_bias, where)
         _check_further(image_features, dict(zip(_FURTHER, further, strict=True)), meaning, where)
         given = [f" with {name}" for name, tensor in zip(_FURTHER, further, strict=True) if tensor is not None]
+        given += [" with gradients"] if gradients else []
         kind = "CPU" if image_features.device.type == "cpu" else "accelerator"  # a collective cannot combine both
         features = f"{tuple(image_features.shape)} {image_features.dtype} ({kind}){''.join(given)}"
         digest = int.from_bytes(hashlib.sha256(f"{common} {features}".encode()).digest()[:7], "big")
@@ -72,8 +75,8 @@ def check_features(
                 )
         raise DataError(
             f"the features are {first[1]} on rank 0 and {other[1]} on rank {rank}; expected one shape and dtype on "
-            "all ranks, on CPUs or on accelerators, and the same arguments: give every rank the same local batch, and "
-            "drop a shorter last one"
+            "all ranks, on CPUs or on accelerators, the same arguments, and gradients on all ranks or on none: give "
+            "every rank the same local batch, and drop a shorter last one"
         )
     return max(count for count, *_ in signatures)
 

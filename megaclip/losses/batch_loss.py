@@ -160,7 +160,7 @@ class SummedLoss(BatchLoss):
 
         gradients: False if only the loss is used.
         """
-        way = self.checked_way(inputs, ranks=ranks)
+        way = self.checked_way(inputs, ranks=ranks, gradients=gradients)
         plain = functools.partial(self.plain_sums, way=way, gradients=gradients)
         ordered = in_order_of_ids(inputs, self.settings.ids)
         if not gradients:
@@ -178,9 +178,11 @@ class SummedLoss(BatchLoss):
         """Return whether steps with features like x (b, D) are recorded if they repeat; equal on all ranks."""
         return self.settings.cuda_graphs and is_small(x, way)
 
-    def checked_way(self, inputs: LossInputs, *, ranks: RankGroup) -> Way:
+    def checked_way(self, inputs: LossInputs, *, ranks: RankGroup, gradients: bool) -> Way:
         """Return the way of a step. Raises DataError on all ranks if the arguments do not fit together."""
-        negatives = check_features(*inputs[:4], inputs[4:], settings=self.settings, ranks=ranks)
+        negatives = check_features(
+            *inputs[:4], inputs[4:], settings=self.settings, ranks=ranks, gradients=gradients
+        )
         sent = 0 if inputs.negative_rows is not None else negatives
         named: dict[str, Any] = {"settings": self.settings, "tiles": self.tiles, "cost": self.cost, "negatives": sent}
         return make_way(inputs.x, ranks=ranks, **named)

@@ -37,8 +37,8 @@ class SigLipLoss(SummedLoss):
 
     cost = LOSS_COSTS["siglip"]
 
-    def checked_way(self, inputs: LossInputs, *, ranks: RankGroup) -> Way:
-        way = super().checked_way(inputs, ranks=ranks)
+    def checked_way(self, inputs: LossInputs, *, ranks: RankGroup, gradients: bool) -> Way:
+        way = super().checked_way(inputs, ranks=ranks, gradients=gradients)
         if inputs.weights is not None:
             raise DataError("weights are given to SigLipLoss, whose terms belong to single entries; use ClipLoss")
         return way

@@ -245,6 +245,9 @@ def check_errors() -> list[str]:
         way = {"exchange": "ring", "reduction": "feature"} if last else {}
         return lambda: loss(**way)(torch.randn(4, 5), torch.randn(4, 5), 10.0)
 
+    def no_gradients() -> Tensor:
+        return ClipLoss()(torch.randn(4, 5, requires_grad=not last), torch.randn(4, 5), 10.0)
+
     found = expect_same_error(no_images, "image_features is a NoneType on rank")
     found += expect_same_error(no_number(None), "logit_scale is a NoneType on rank")
     found += expect_same_error(no_number([10.0]), "logit_scale is a list on rank")
@@ -265,6 +268,7 @@ def check_errors() -> list[str]:
             f"(4, 5) torch.float32 (CPU) on rank 0 and (3, 5) torch.float32 (CPU) on rank {group_size() - 1}",
         )
         found += expect_same_error(other_dtype, "torch.bfloat16 (CPU) on rank")
+        found += expect_same_error(no_gradients, "torch.float32 (CPU) with gradients on rank 0 and (4, 5)")
         for loss in (ClipLoss, SigLipLoss):
             differing = "exchange of the loss is 'auto' on rank 0 and 'ring' on rank"
             found += expect_same_error(other_way(loss), differing)
