@@ -101,7 +101,7 @@ class Settings(BaseModel):
 
     project: bool = False
     """Map the student's features to the teacher's size by a trained linear layer before they are compared. Required if
-    the sizes differ. Both towers then encode chunk by chunk together."""
+    the sizes differ. Both towers then encode chunk by chunk together. It has no effect with `feature_weight` 0."""
 
     crop: str | None = None
     """Stored crop of each view, as shares of the image (left, top, width, height), which replaces the random crop."""
@@ -116,7 +116,7 @@ class Distillation(Objective):
         weights = {"distillation": chosen.weight, "features": chosen.feature_weight}
         self.weights = {name: weight for name, weight in weights.items() if weight}
         self.weights["contrastive"] = chosen.contrastive_weight
-        self.paired, self.fields = chosen.project, {}
+        self.paired, self.fields = chosen.project and chosen.feature_weight > 0, {}
         self._models: dict[int, TeacherModel] = {}
         for number, teacher in enumerate(chosen.teachers):
             self.fields |= {f"{tower}_{number}": field for tower, field in teacher.fields().items()}

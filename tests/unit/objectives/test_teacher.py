@@ -41,7 +41,8 @@ def test_a_teacher_sees_the_students_inputs_in_its_own_form(tmp_path):
     larger = torch.zeros(2, 3, 32, 32)
     assert teacher.encode("image", larger, dtype).shape == (2, 16)
     chunk = Chunk({}, {}, is_repeated=False, tokens=tokens, text_features=texts.bfloat16())
-    own = Distillation(teachers=[{"model": str(tmp_path)}])
+    own = Distillation(teachers=[{"model": str(tmp_path)}], project=True)
+    assert not own.encodes_pairs()  # no features are compared
     own._models = {0: teacher}
     assert own.chunk_features(chunk)["text_0"].dtype == torch.bfloat16  # also before the first images
 
