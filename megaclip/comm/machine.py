@@ -63,7 +63,7 @@ def _measured(world: Any, ranks: RankGroup, device: torch.device) -> Machine:
     own = Machine(
         link_bytes_per_s=_link_bytes_per_s(ranks, device),
         flops_per_s=2 * _PROBE_SIDE**3 / min(seconds(lambda: factor @ factor)),
-        free_bytes=float(get_accelerator().available_memory()),
+        free_bytes=float(free),
     )
     worst = map(min, zip(*gather_integers([int(figure) for figure in own], group=ranks), strict=True))
     return Machine(*(2.0 ** (figure.bit_length() - 1) for figure in worst))
