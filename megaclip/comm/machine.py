@@ -18,7 +18,9 @@ from megaclip.comm.groups import RankGroup
 from megaclip.errors import ConfigError
 
 _PROBE_MIB = 32
-"""Size of the message that each rank sends to every other rank, in MiB."""
+"""Largest size of the message that each rank sends to every other rank, in MiB."""
+_GATHERED_MIB = 2048
+"""Largest size of the messages of all ranks together, in MiB. Each rank sends 1 MiB at least."""
 _PROBE_SIDE = 4096
 """Rows and columns of the square matrices that are multiplied."""
 _REPEATS = 5
@@ -40,7 +42,7 @@ CPU = Machine(link_bytes_per_s=2.0**30, flops_per_s=2.0**36, free_bytes=2.0**31)
 
 
 def machine_of(ranks: RankGroup, device: torch.device) -> Machine:
-    """Return the figures of this group. The first call measures for a few milliseconds; every rank must make it."""
+    """Return the figures of this group. The first call gathers up to 2 GiB six times; every rank must make it."""
     if device.type == "cpu":
         return CPU
     return _measured(torch.distributed.group.WORLD, ranks, device)
@@ -53,7 +55,8 @@ def _measured(world: Any, ranks: RankGroup, device: torch.device) -> Machine:
     Raises:
         ConfigError: on every rank, if another program fills the device of one of them.
     """
-    needed, free = _PROBE_MIB * 2**20 * (ranks.size + 1) + 6 * _PROBE_SIDE**2, get_accelerator().available_memory()
+    free = float(get_accelerator().available_memory())
+    needed = _probe_mib(ranks.size) * 2**20 * (ranks.size + 1) + 6 * _PROBE_SIDE**2
     with raise_on_all_ranks(group=ranks):
         if free < needed:
             raise ConfigError(
@@ -63,7 +66,7 @@ def _measured(world: Any, ranks: RankGroup, device: torch.device) -> Machine:
     own = Machine(
         link_bytes_per_s=_link_bytes_per_s(ranks, device),
         flops_per_s=2 * _PROBE_SIDE**3 / min(seconds(lambda: factor @ factor)),
-        free_bytes=float(free),
+        free_bytes=free,
     )
     worst = map(min, zip(*gather_integers([int(figure) for figure in own], group=ranks), strict=True))
     return Machine(*(2.0 ** (figure.bit_length() - 1) for figure in worst))
@@ -75,8 +78,13 @@ def slowest_link(ranks: RankGroup, device: torch.device) -> float:
     return float(min(gather_integers([int(own)], group=ranks))[0])
 
 
+def _probe_mib(world_size: int) -> int:
+    """Return the size of a rank's message in MiB."""
+    return min(_PROBE_MIB, max(1, _GATHERED_MIB // world_size))
+
+
 def _link_bytes_per_s(ranks: RankGroup, device: torch.device) -> float:
-    message = torch.zeros(_PROBE_MIB * 2**18, device=device)
+    message = torch.zeros(_probe_mib(ranks.size) * 2**18, device=device)
     sent = (ranks.size - 1) * message.numel() * 4
     return sent / min(seconds(lambda: gather_rows(message, group=ranks)))
 

@@ -40,3 +40,7 @@ def test_all_ranks_get_the_slowest_ones_figures_and_refuse_a_full_device() -> No
         assert figure > 1e4 and math.log2(figure).is_integer()
     assert rounded.link_bytes_per_s < 1e12 and rounded.flops_per_s < 1e15
     assert 1e4 < link < 1e12
+
+
+def test_the_messages_of_many_ranks_fit_beside_a_model() -> None:
+    assert [machine._probe_mib(world_size) for world_size in (1, 64, 256, 4096)] == [32, 32, 8, 1]
