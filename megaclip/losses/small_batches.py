@@ -22,9 +22,10 @@ from megaclip.ops.tiles import implementation_for
 from megaclip.ops.types import accumulation_dtype
 
 _MOST_OPERATIONS = 2**40
-"""Operations (8 b*B*D) of the largest batch that is recorded. For larger batches the GPU takes longer than the host."""
+"""Operations (8 b*C*D) of the largest batch that is recorded. For larger batches the GPU takes longer than the host.
+The C columns are the texts and the negatives of all ranks."""
 _MOST_BYTES = 2**28
-"""Bytes of the features of all ranks and their gradients, which a recording keeps, in the largest batch."""
+"""Bytes of the columns and their gradients, which a recording keeps, in the largest batch."""
 _PLAIN_CALLS = 2
 """Number of calls with the same sizes before the call that records. They compile kernels and connect ranks."""
 _MOST_RECORDINGS = 2
@@ -35,10 +36,11 @@ _logger = get_logger(__name__)
 def is_small(x: Tensor, way: Way) -> bool:
     """Return whether steps with features like x (b, D) are recorded if they repeat; equal on all ranks."""
     b, embedding = x.shape
+    columns = way.ranks.size * (b + way.negatives)
     return (
         x.is_cuda
-        and 8 * b * b * way.ranks.size * embedding <= _MOST_OPERATIONS
-        and way.ranks.size * b * embedding * (x.dtype.itemsize + accumulation_dtype(x).itemsize) <= _MOST_BYTES
+        and 8 * b * columns * embedding <= _MOST_OPERATIONS
+        and columns * embedding * (x.dtype.itemsize + accumulation_dtype(x).itemsize) <= _MOST_BYTES
         and (way.ranks.size == 1 or (way.exchange == "all_gather" and way.ranks.message_device.type == "cuda"))
         and implementation_for(way.tiles, x) == "triton"
         and not torch.cuda.is_current_stream_capturing()
