@@ -195,7 +195,7 @@ class GradientCache:
             own = [len(encoded), *divided_in]
         except Exception as problem:  # kept until every rank knows of it
             error = problem
-        size = _PLACES * (1 + len(encoded) // _PLACES)  # equal on ranks that pass different numbers of arguments
+        size = _PLACES * (1 + len(encoded) // _PLACES)  # equal on all ranks with fewer arguments
         everyone = gather_integers(own + [0] * (size - len(own)), group=self._group)
         if error is not None:
             raise error

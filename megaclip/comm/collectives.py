@@ -145,8 +145,8 @@ def raise_on_all_ranks(*, group: Any = None) -> Iterator[None]:
 
     The body may differ between ranks. It must not communicate, because a rank that raises leaves it early. If any error
     is a `MegaclipError`, all ranks raise the error of the lowest such rank, with the same class and message. Any other
-    exception is a bug. The rank that raised it raises it again unchanged, with its traceback. The other ranks raise a
-    `MegaclipError` that names that rank.
+    exception is a bug. The rank that raised it always raises it again unchanged, with its traceback. Without a
+    `MegaclipError`, the other ranks raise one that names that rank.
     """
     error: Exception | None = None
     try:

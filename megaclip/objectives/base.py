@@ -149,8 +149,8 @@ class Objective(nn.Module):
     def counts(self, tokens: Tensor, fields: dict[str, Tensor]) -> dict[str, int]:
         """Return the numbers of addends, by name of a chunk term, if they are not the samples.
 
-        It is called once per chunk, which both towers encode. tokens: (m, L) of any integer type, and fields, (m, ...)
-        each, on the host.
+        It is called each time that a chunk is encoded, by both towers together. tokens: (m, L) of any integer type, and
+        fields, (m, ...) each, on the host.
         """
         return {}
 

@@ -7,7 +7,7 @@ Terms:
 - features: distance between the student's and the teacher's features of each sample, a term of chunks.
 
 A teacher's features are stored with the samples, as in MobileCLIP's reinforced datasets (arXiv:2311.17049), or a frozen
-model computes them once per step, without gradients.
+model computes them without gradients: once per step, and with `feature_weight` again when a chunk is encoded again.
 
 Shapes: m samples of a chunk, b samples of this rank in a step, D and E embedding of student and teacher.
 """

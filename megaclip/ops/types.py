@@ -46,7 +46,8 @@ class TileOptions:
 
     precision: Precision = "auto"
     """Precision of the products of features. "auto": their own dtype, float32 without TF32. "float32", "tf32", "bf16":
-    that format, to which they are rounded first. Sums are float32 in every case. float64 features require "auto"."""
+    that format, to which they are rounded first. Sums are float32. float64 features require "auto" and have float64
+    sums."""
 
     implementation: Implementation = "auto"
     """"auto": Triton for CUDA tensors if it can be imported, else PyTorch. "triton" refuses other tensors, and float64

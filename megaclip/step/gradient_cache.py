@@ -90,7 +90,8 @@ def accumulate_gradients(
     """Leave the gradient of one whole contrastive batch in the engine, ready for `engine.step()`.
 
     If the loss is infinite or NaN, all gradients become NaN, and `megaclip.zero.optimizers.update` refuses them. On a
-    GPU this function only queues work. The host never waits for the GPU, so that the GPU never waits for the host.
+    GPU this function only queues work, so that the GPU never waits for the host. The exception is `check_loss`, where
+    the host waits for the GPU if the loss has parameters or state of its own.
 
     Args:
         engine: a DeepSpeed engine around a `DualEncoder`.
