@@ -117,6 +117,7 @@ def accumulate_gradients(
     Raises:
         NonFiniteError: `check_loss` raised; nothing was back-propagated to the towers.
         DataError: the data of a rank failed; the caller must not update.
+        ConfigError: the objective returned what it may not return; the caller must not update.
     """
     embeddings_device = torch.device("cpu") if embeddings_on_cpu else engine.device
     terms = StepTerms(engine.module.objective, batch, engine.device)
