@@ -219,7 +219,8 @@ class FastClipLoss(BatchLoss):
         schedule of the temperature's learning rate requires them.
 
         Raises NonFiniteError, on all ranks, if an estimate or a gradient of a temperature is infinite or NaN on any
-        rank. The state and the temperature are then unchanged.
+        rank. The state and the temperature are then unchanged. Raises RuntimeError without a finished backward pass in
+        training mode, and ValueError for the schedule "cosine" without its arguments.
         """
         step = self._pending
         if step is None or not step.ran_backward:
