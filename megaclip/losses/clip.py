@@ -115,7 +115,8 @@ def _statistics(inputs: LossInputs, alpha: Tensor, settings: ClipLossSettings, w
     row_lse, col_lse = distributed_stats(x, y, alpha, alpha, way=way, y_all=y_all, **left_out)
     shift, from_positives = None, None
     for side in (x, y) if settings.same_side else ():
-        lse, _ = distributed_stats(side, side, alpha, alpha, way=way, y_all=gather_columns(side, way), **left_out)
+        side_all = y_all if side is y else gather_columns(side, way)
+        lse, _ = distributed_stats(side, side, alpha, alpha, way=way, y_all=side_all, **left_out)
         row_lse, col_lse = torch.logaddexp(row_lse, lse), torch.logaddexp(col_lse, lse)
     if inputs.negatives is not None:
         lse, shift = negatives.log_sum_exp(inputs, alpha, way, left_out["limits"])
@@ -167,7 +168,8 @@ def _gradients(
         sides = []
         for side, sign in ((inputs.x, -1), (inputs.y, 1)):
             # Pair i is row i and column i: the terms of both of its log-sum-exps meet in dx + dy.
-            found = distributed_grads(side, side, row, col, way=way, y_all=None, **left_out)
+            side_all = statistics.y_all if side is inputs.y else None
+            found = distributed_grads(side, side, row, col, way=way, y_all=side_all, **left_out)
             own = sign * (side.to(alpha.dtype) * found.dx).sum()
             missing = own if missing is None else missing + own
             sides.append(found.dx + found.dy)

@@ -169,4 +169,4 @@ class ClipLossSettings(BatchLossSettings):
     same_side: bool = False
     """Contrast pairs within each side too: the denominators of pair i include the images of the other pairs with image
     i, and their texts with text i, as queries and documents in Qwen3 Embedding (arXiv:2506.05176). This triples the
-    products and the traffic of the loss."""
+    products of the loss, and with the ring its traffic; all_gather sends the texts once."""
