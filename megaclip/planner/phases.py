@@ -28,6 +28,7 @@ from megaclip.planner.states import (
 from megaclip.planner.towers import TowerWork, tower_work
 from megaclip.planner.traffic import exchange_sizes
 from megaclip.planner.workload import EvaluationSets, Workload
+from megaclip.step.layout import text_first
 
 
 @dataclass(frozen=True)
@@ -167,10 +168,10 @@ def step_phases(workload: Workload, states: States) -> Phases:
     """Return the phases of a step. `workload` has no "auto", except for kept graphs, where "auto" counts as none."""
     image, text = tower_work(workload)
     image_graphs, text_graphs = (work.kept * _graph_bytes(work) for work in (image, text))
-    text_first = not text.trained and image.chunks == 1
+    is_first = text_first((image.chunks, text.chunks), (bool(image.trained), bool(text.trained)))
     return Phases(
-        image_tower_forward=_forward_phase(image, 0.0, 2 if text_first else 1),
-        text_tower_forward=_forward_phase(text, 0.0 if text_first else image_graphs, 1 if text_first else 2),
+        image_tower_forward=_forward_phase(image, 0.0, 2 if is_first else 1),
+        text_tower_forward=_forward_phase(text, 0.0 if is_first else image_graphs, 1 if is_first else 2),
         loss=Phase(
             kept_graphs=image_graphs + text_graphs,
             embeddings=embedding_bytes(workload),

@@ -35,7 +35,7 @@ from megaclip.devices import upload
 from megaclip.errors import ConfigError, NonFiniteError
 from megaclip.models import DualEncoder
 from megaclip.step.batch import Tower
-from megaclip.step.layout import KeptGraphs, encodes_together, kept_graphs
+from megaclip.step.layout import KeptGraphs, encodes_together, kept_graphs, text_first
 from megaclip.step.objective_terms import StepTerms
 from megaclip.step.sample_store import StepStore
 from megaclip.zero.backward import DeepSpeedPasses
@@ -240,7 +240,9 @@ class _Step:
         chunks, is_trained = [batch.chunk_count(tower) for tower in Tower], [tower in trained for tower in Tower]
         self.kept = kept or kept_graphs(0, chunks, is_trained, self._pairs)
         assert all(kept <= count for kept, count in zip(self.kept, chunks, strict=True)), (self.kept, chunks)
-        orders = [tuple(Tower)] if self._pairs else _forward_order(chunks, is_trained)
+        orders: list[tuple[Tower, ...]] = [(tower,) for tower in sorted(Tower, reverse=text_first(chunks, is_trained))]
+        if self._pairs or encodes_together(chunks, is_trained):
+            orders = [tuple(Tower)]
         self.sources = [_TowerChunks(towers, self, is_trained=towers[0] in trained) for towers in orders]
 
     def include_other_tower(self, order: Sequence[tuple[ChunkSource, int]]) -> None:
@@ -298,18 +300,6 @@ class _Step:
         """Return the rows of a chunk."""
         count = self.batch.rows() // self.batch.chunk_count(tower)
         return slice(chunk * count, (chunk + 1) * count)
-
-
-def _forward_order(chunks: Sequence[int], is_trained: Sequence[bool]) -> list[tuple[Tower, ...]]:
-    """Return the towers in the order in which they encode the batch: both at once, or one after the other.
-
-    A text tower that is not trained keeps no graph, so it runs first, unless it has to wait for several chunks of
-    images (`StepStore.chunks`).
-    """
-    if encodes_together(chunks, is_trained):
-        return [tuple(Tower)]
-    text_first = not is_trained[Tower.TEXT] and chunks[Tower.IMAGE] == 1
-    return [(tower,) for tower in sorted(Tower, reverse=text_first)]
 
 
 def _loss_and_gradients(

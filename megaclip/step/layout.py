@@ -35,6 +35,15 @@ def encodes_together(chunks: Sequence[int], trained: Sequence[bool]) -> bool:
     return all(trained) and all(count == 1 for count in chunks)
 
 
+def text_first(chunks: Sequence[int], trained: Sequence[bool]) -> bool:
+    """Return whether the text tower encodes the batch first, if the towers do not encode it together.
+
+    A text tower that is not trained keeps no graph, so it runs first, unless it has to wait for several chunks of
+    images (`StepStore.chunks`).
+    """
+    return not trained[1] and chunks[0] == 1
+
+
 def backward_passes(chunks: Sequence[int], trained: Sequence[bool], pairs: bool = False) -> int:
     """Return the number of backward passes of a step; without a trained tower there is one, for the loss's scalars.
 
