@@ -79,26 +79,30 @@ class RunLock:
 
     def _other_is_alive(self) -> Callable[[], bool]:
         """Return a function that returns whether the holder of the lock is known to exist."""
-        first: list[tuple[int, int] | None] = []
+        beats: list[tuple[tuple[int, int, int] | None, float]] = []
 
         def is_alive() -> bool:
-            _delete_empty(self._folder / _LEASE)
             holder = self._holder()
-            if not first and holder.get("host") != self._record["host"]:
+            if not beats and holder.get("host") != self._record["host"]:
                 text = "%s was locked by process %s on host %s; waiting up to %.0f s for its next heartbeat"
                 logger.info(text, self._folder, holder.get("pid"), holder.get("host"), SILENCE_S)
-            first.append(self._beat())
-            return _is_of_this_host(holder) or (first[-1] is not None and first[-1] != first[0])
+            beats.append((self._beat(), time.monotonic()))
+            (first, began), (last, now) = beats[0], beats[-1]
+            if last is not None and last == first and last[-1] == 0 and now - began > HEARTBEAT_S:
+                # A power cut leaves an empty lease, which filelock takes for that of a live run. A new lease is empty
+                # for a moment.
+                (self._folder / _LEASE).unlink(missing_ok=True)
+            return _is_of_this_host(holder) or (last is not None and last != first)
 
         return is_alive
 
-    def _beat(self) -> tuple[int, int] | None:
-        """Return the file of the lease and the time of its last change, or None if it is gone."""
+    def _beat(self) -> tuple[int, int, int] | None:
+        """Return the file of the lease, the time of its last change and its bytes, or None if it is gone."""
         try:
             status = (self._folder / _LEASE).stat()
         except OSError:
             return None
-        return status.st_ino, status.st_mtime_ns
+        return status.st_ino, status.st_mtime_ns, status.st_size
 
     def _lost(self, loss: Any) -> None:
         """Run in the lease's thread when the lease is lost: end this process if another run owns the folder."""
@@ -125,19 +129,6 @@ class RunLock:
             f"{holder['since']}; wait until it ends, end it with  kill -USR1 {holder['pid']}  on that host, or choose "
             "another --name"
         )
-
-
-def _delete_empty(lease: Path) -> None:
-    """Delete a lease that stays empty, which a power cut leaves, and which filelock takes for that of a live run.
-
-    A lease is also empty for the moment between its creation and its first line.
-    """
-    try:
-        status = lease.stat()
-        if status.st_size == 0 and time.time() - status.st_mtime > HEARTBEAT_S:
-            lease.unlink()
-    except FileNotFoundError:
-        pass
 
 
 def _is_of_this_host(holder: dict[str, Any]) -> bool:

@@ -124,9 +124,10 @@ def test_damaged_files_do_not_block_their_folder(tmp_path):
         list(threads.map(take, ("", "{", "[]", '{"id": 3}')))
 
 
-def test_an_empty_lock_is_deleted_only_when_it_is_older_than_a_heartbeat(tmp_path, monkeypatch):
-    """It is empty after a power cut, and also for the moment in which another run creates it."""
+def test_an_empty_lock_is_deleted_only_when_it_has_not_changed_for_a_heartbeat(tmp_path, monkeypatch):
+    """It is empty after a power cut, and also for the moment in which another run creates it, by its own clock."""
     (tmp_path / ".lock").touch()
+    os.utime(tmp_path / ".lock", (0, 0))
     began = time.monotonic()
     monkeypatch.setattr(run_lock, "HEARTBEAT_S", 1.5)
     monkeypatch.setattr(run_lock, "SILENCE_S", 600.0)
