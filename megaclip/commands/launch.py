@@ -10,7 +10,7 @@ import argparse
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, TimeoutError  # a class of its own before Python 3.11
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
