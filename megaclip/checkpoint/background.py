@@ -20,7 +20,7 @@ Not used:
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,9 +33,6 @@ from megaclip.checkpoint.host_copy import HostCopies
 from megaclip.checkpoint.store import Target
 from megaclip.comm.collectives import gather_integers, gather_objects
 from megaclip.comm.groups import group_rank
-
-_POLL_S = 0.1
-"""Seconds between two checks of all ranks' progress in `finish`, after this rank is done."""
 
 
 @dataclass(frozen=True)
@@ -106,11 +103,9 @@ class BackgroundSaves:
         The main thread waits, so an interrupted run keeps the checkpoint in flight.
         """
         while self._save is not None:
-            while not self._save.job.done():
-                time.sleep(_POLL_S)
+            wait([self._save.job])
             if (saved := self.poll()) is not None:
                 return saved
-            time.sleep(_POLL_S / 10)
         return None
 
 
