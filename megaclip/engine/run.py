@@ -204,7 +204,7 @@ class Run:
             if self.trainer.decoding.step_done(batch, step_metrics.data_wait_s, self.trainer.step_s):
                 metrics.forget_waits()
             metrics.record_step(self.step, step_metrics)
-            is_last = self.step == self.last_step
+            is_last = signals.run_is_ending = self.step == self.last_step
             stop_signal = None if is_last else signals.received_by_any_rank()
             self.checkpoints.poll()
             if is_last or stop_signal or is_due(self.step, arguments.save_every_steps, arguments.save_frequency):
@@ -215,6 +215,7 @@ class Run:
                 return stop_signal
             if is_due(self.step, arguments.eval_every_steps, arguments.val_frequency) and not is_last:
                 self._evaluate(metrics)
+        signals.run_is_ending = True
         self._evaluate(metrics)  # here, because a resumed run may have only this left to do
         return None
 

@@ -54,8 +54,8 @@ class StopSignals:
         self._first_signal = 0
         """Number of the first stop signal that this rank has received. 0: none was received."""
         self._launcher = os.getppid()
-        self._run_is_ending = False
-        """True once the run is about to save and exit, or has trained to its end."""
+        self.run_is_ending = False
+        """True once the run is about to save and exit, or has done its last step, which `Run` records."""
 
     def __enter__(self) -> "StopSignals":
         self._reader, self._writer = socket.socketpair()
@@ -69,7 +69,6 @@ class StopSignals:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self._run_is_ending = True
             return
         for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
@@ -81,7 +80,7 @@ class StopSignals:
         """Return the signal that stops the run, the same on all ranks, or None. All ranks must call it together."""
         first_signals = gather_integers([self._first_signal])
         stop_signal = next((signal.Signals(number) for (number,) in first_signals if number), None)
-        self._run_is_ending = stop_signal is not None
+        self.run_is_ending = stop_signal is not None
         return stop_signal
 
     def _record(self, number: int, _: FrameType | None) -> None:
@@ -98,7 +97,7 @@ class StopSignals:
                 is_second = number in seen and number != signal.SIGUSR1
                 if is_second or (number == signal.SIGTERM and _is_a_local_rank_missing(self._launcher)):
                     os._exit(128 + number)
-                if not seen and not self._run_is_ending:
+                if not seen and not self.run_is_ending:
                     logger.info("%s: saving and stopping after this step", signal.Signals(number).name)
                 seen.add(number)
 

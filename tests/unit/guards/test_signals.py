@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
+from megaclip.engine.run import Run
 from megaclip.guards import signals as stop
 from megaclip.guards.signals import StopSignals
 
@@ -115,6 +116,21 @@ LATE_CASES = ("SIGUSR1+SIGUSR1", "SIGTERM+SIGUSR1", "SIGINT+SIGUSR1", "SIGUSR1+n
 def test_a_late_signal_does_not_change_how_a_rank_ends() -> None:
     output, _ = start(LATE_SIGNALS, *LATE_CASES).communicate(timeout=600)
     assert output.split() == ["7"] * len(LATE_CASES)
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_first_signal_in_the_last_save_or_evaluation_is_late(step: int) -> None:
+    """A resumed run at its last step only evaluates."""
+    run, signals, late = Mock(step=step, last_step=3), StopSignals(), list[bool]()
+
+    def train_step(_: object) -> Mock:
+        run.step = 3
+        return Mock()
+
+    run.trainer.train_step = train_step
+    run._save = run._evaluate = lambda *_, **__: late.append(signals.run_is_ending)
+    assert Run._train_steps(run, Mock(bad_counts={}), Mock(), signals) is None
+    assert late == [True] * (4 - step)
 
 
 def test_the_signal_handlers_are_restored_when_an_error_ends_the_run() -> None:
