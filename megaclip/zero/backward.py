@@ -24,7 +24,7 @@ def can_coalesce(engine: DeepSpeedEngine) -> bool:
 def loss_scale_of(engine: DeepSpeedEngine) -> float:
     """Return the factor of losses that `engine.backward` includes for float16; 1.0 for other dtypes."""
     optimizer, scaler = engine.optimizer, engine.torch_autocast_z0_gradscaler
-    one = torch.ones((), device=engine.device, requires_grad=True) * 1
+    one = torch.ones((), device=engine.device, requires_grad=True) * 1  # DeepSpeed scales only tensors with a grad_fn
     if isinstance(optimizer, ZeROOptimizer):
         return optimizer.scale_if_loss(one).item() if optimizer.needs_scaler() else 1.0
     return 1.0 if scaler is None else scaler.scale(one).item()

@@ -118,8 +118,8 @@ def build_engine(
             if config.bf16:
                 objective.bfloat16()  # DeepSpeed casts parameters to bfloat16 only before it partitions them
             partition(module=model)  # the objective's parameters: the other ones are partitioned already
-    is_kept = config.bf16 and dist.get_rank() == 0
-    model.locked_weights = {name: pretrained[name] for name in locked & pretrained.keys() if is_kept}
+    kept = locked & pretrained.keys() if config.bf16 and dist.get_rank() == 0 else ()
+    model.locked_weights = {name: pretrained[name] for name in kept}
     if config.zero_stage == 3:
         use_linear_of_zero3()
         _gather_whole_blocks(model)
