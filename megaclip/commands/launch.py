@@ -125,7 +125,7 @@ def _connected(parameters: RendezvousParameters, limit_s: int) -> tuple[Any, Any
 
 
 def checked_training(config: LaunchConfig, training: list[str]) -> Callable[[], int]:
-    """Return the function that returns the step of the newest whole checkpoint of a training, 0 without one.
+    """Return the function that returns the step of the newest complete checkpoint of a training, 0 without one.
 
     Raises:
         ConfigError: an argument of the training is refused, or a restart could not resume it.

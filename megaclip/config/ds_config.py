@@ -40,7 +40,7 @@ def _whole_number(value: Any) -> Any:
 
 
 class DataTypes(_Strict):
-    """Section "data_types" without param_dtype, which bf16.enabled sets, and buffer dtypes: models have no buffers."""
+    """Section "data_types" without param_dtype, which bf16.enabled sets, and without a dtype of buffers."""
 
     grad_accum_dtype: Literal["fp32", "bf16"] | None = None
 

@@ -1,7 +1,8 @@
 """Read and check ds_config.json, before any other part of a run starts.
 
 The file is DeepSpeed's configuration file with one additional section, "megaclip" (`MegaclipSection`). DeepSpeed
-receives the file's contents, with `DEEPSPEED_DEFAULTS` for missing settings. It ignores the section "megaclip".
+receives the file's contents, with `DEEPSPEED_DEFAULTS` for missing settings and two that follow others
+(`TrainingConfig.for_deepspeed`). It ignores the section "megaclip".
 `megaclip.config.checks` decides which settings are accepted.
 """
 
@@ -106,6 +107,8 @@ class TrainingConfig:
     @property
     def for_deepspeed(self) -> dict[str, Any]:
         """The configuration that DeepSpeed receives: the file's contents without `monitors`, with `DEEPSPEED_DEFAULTS`.
+
+        Two settings follow others: contiguous_gradients (`zero`) and zero_allow_untested_optimizer.
 
         DeepSpeed's engine would log the learning rate by the number of samples. wandb then ignores the run's curves,
         whose steps are smaller.

@@ -57,7 +57,7 @@ class Report(BaseModel):
     properties: dict[str, str] = {}
     """Properties of the host that must be equal on all hosts, by name. Empty on its other ranks."""
     product_ms: float | None = None
-    """Duration of a matrix product in milliseconds. None: this rank has no GPU."""
+    """Duration of a matrix product in milliseconds. None: there is no GPU for this local rank, or the product fails."""
     problems: list[str] = []
     """Problems that this rank can find alone: text with what to do."""
     mib_per_s: float | None = None
