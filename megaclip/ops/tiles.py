@@ -177,13 +177,13 @@ def _plain_arithmetic(x: Tensor) -> contextlib.AbstractContextManager[None]:
     autocast = torch.is_autocast_enabled(x.device.type)
     if not autocast and not torch.is_grad_enabled():
         return contextlib.nullcontext()
-    return _left(x.device.type if autocast else None)
+    return _without_autograd(x.device.type, autocast)
 
 
 @contextlib.contextmanager
-def _left(autocast: str | None) -> Iterator[None]:
-    """Disable autograd, and autocast of this device type."""
-    with torch.no_grad(), torch.autocast(autocast, enabled=False) if autocast else contextlib.nullcontext():
+def _without_autograd(device_type: str, autocast: bool) -> Iterator[None]:
+    """Disable autograd, and if `autocast` that of the device type too."""
+    with torch.no_grad(), torch.autocast(device_type, enabled=False) if autocast else contextlib.nullcontext():
         yield
 
 
