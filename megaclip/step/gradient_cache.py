@@ -50,11 +50,12 @@ class RandomState:
 
     seed: int
     step: int
-    rank: int
+    replica: int
+    """Number of the data-parallel replica. Its tensor-parallel ranks draw equal numbers."""
 
     def reseed(self, tower: Tower, chunk: int) -> None:
         """Seed every device's generator for this chunk of a tower; a second call replays the same numbers."""
-        entropy = np.random.SeedSequence([self.seed, self.step, self.rank, int(tower), chunk])
+        entropy = np.random.SeedSequence([self.seed, self.step, self.replica, int(tower), chunk])
         torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0] >> np.uint64(1)))
 
 

@@ -231,7 +231,7 @@ def bytes_alive_at_the_loss(job: Workload) -> int:
             alive.append(sum(made._alive.values()))
             return cross_entropy(images, texts, scale)
 
-        seeds = RandomState(seed=0, step=0, rank=0)
+        seeds = RandomState(seed=0, step=0, replica=0)
         accumulate_gradients(PlainEngine(model), loss, batch, torch.zeros(1), seeds, coalesce=False, kept=job.kept)
     return alive[0]
 

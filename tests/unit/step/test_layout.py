@@ -73,7 +73,7 @@ def test_towers_run_as_often_as_planned(tmp_path: Path) -> None:
         job = job.with_batch(rows, micro_batch=rows // image_chunks, text_micro_batch=rows // text_chunks)
         tokens = torch.randint(1, 32, (rows, 6))
         batch = MemoryBatch(pixels.chunk(image_chunks), tokens, feed, text_chunks=text_chunks)
-        engine, seeds = PlainEngine(model), RandomState(seed=0, step=0, rank=0)
+        engine, seeds = PlainEngine(model), RandomState(seed=0, step=0, replica=0)
         accumulate_gradients(engine, cross_entropy, batch, torch.zeros(1), seeds, coalesce=False, kept=job.kept)
         works = tower_work(job)
         graphs = sum(work.chunks for work in works if work.trained)
