@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megaclip.cache.engines import modules_of, partitions_parameters, passes_of
 from megaclip.cache.inputs import Chunks, blank_of, divided, elements_of
-from megaclip.cache.kept_graphs import KeptGraphs
+from megaclip.cache.kept_graphs import GraphBudget
 from megaclip.cache.passes import Outputs, Passes, Role, restored
 from megaclip.comm.collectives import average_over_ranks, gather_integers, raise_on_all_ranks
 from megaclip.comm.groups import resolve
@@ -103,7 +103,7 @@ class GradientCache:
         self._modules = modules_of(engine)
         self._engine = passes_of(self._modules)
         self.gathers_parameters = any(partitions_parameters(module) for module in self._modules)
-        self._kept = KeptGraphs(keep)
+        self._kept = GraphBudget(keep)
         self._encoders: list[Callable[..., Tensor]] = []
         self._last_built_graph = False
         self._forwards = 0

@@ -31,7 +31,7 @@ def free_at_peak() -> tuple[float, float]:
     return free - (torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()), total
 
 
-class KeptGraphs:
+class GraphBudget:
     """keep: number of graphs, "all", or "auto", which measures on CUDA and keeps none on a CPU."""
 
     def __init__(self, keep: int | str) -> None:

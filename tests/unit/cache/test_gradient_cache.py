@@ -15,7 +15,7 @@ from transformers import BatchEncoding
 from megaclip import Encoded, GradientCache
 from megaclip.cache import kept_graphs
 from megaclip.cache.inputs import blank_of
-from megaclip.cache.kept_graphs import KeptGraphs
+from megaclip.cache.kept_graphs import GraphBudget
 from megaclip.errors import ConfigError, DataError
 
 ROWS = 7
@@ -266,7 +266,7 @@ def test_graphs_are_kept_after_two_steps_in_the_measured_free_memory(
     }
     for name, function in memory.items():
         monkeypatch.setattr(torch.cuda, name, function)
-    kept, sizes = KeptGraphs("auto"), [[20, 20, 10], [100, 30]]
+    kept, sizes = GraphBudget("auto"), [[20, 20, 10], [100, 30]]
     numbers = []
     for step in range(5):
         numbers.append(kept.number(sizes if step != 3 else [[40, 40], [100]]))
@@ -279,7 +279,7 @@ def test_graphs_are_kept_after_two_steps_in_the_measured_free_memory(
         kept.step_done()
     # 850 bytes: 220 + 220 + 110 + 220 fit, and then 66 more; of larger chunks 440 fit and another 440 do not.
     assert numbers == [0, 0, 5, 1, fifth]
-    undivided = KeptGraphs("auto")
+    undivided = GraphBudget("auto")
     for _ in range(4):
         assert undivided.number([[]]) == 0
         undivided.step_done()
