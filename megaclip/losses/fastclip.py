@@ -53,7 +53,7 @@ from megaclip.losses.batch_loss import BatchLoss, with_unused
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.estimators import SampleState, Ticket, check_ids, mean_per_row
 from megaclip.losses.fastclip_variants import VARIANTS
-from megaclip.losses.global_contrastive import GlobalContrastive, Objective, Step
+from megaclip.losses.global_contrastive import GlobalContrastive, GlobalObjective, Step
 from megaclip.losses.settings import StandaloneFastClipSettings
 from megaclip.losses.temperature import (
     PUBLISHED_GRADIENT_LIMIT,
@@ -121,7 +121,7 @@ class FastClipLoss(BatchLoss):
         reference = chosen.compat == "reference"
         self.gamma_schedule = rule.gamma_schedule if chosen.gamma_schedule == "auto" else chosen.gamma_schedule
         self.gamma_epochs = chosen.gamma_epochs or _GAMMA_EPOCHS
-        self.objective = Objective(rule, chosen.rho if rule.with_rho else 0.0, chosen.eps, reference)
+        self.objective = GlobalObjective(rule, chosen.rho if rule.with_rho else 0.0, chosen.eps, reference)
         self.bounds = (chosen.temperature_min, chosen.temperature_max)
         limit = chosen.temperature_gradient_limit
         if limit is None and reference:

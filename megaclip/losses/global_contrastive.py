@@ -22,7 +22,7 @@ from megaclip.ops.types import Terms, accumulation_dtype
 
 
 @dataclass(frozen=True)
-class Objective:
+class GlobalObjective:
     """The function whose gradient is estimated."""
 
     rule: Variant
@@ -37,7 +37,7 @@ class Objective:
 class Step:
     """Quantities of one forward and backward pass for `FastClipLoss.step`. Columns: image side, text side."""
 
-    def __init__(self, objective: Objective, ticket: Ticket, rows: Tensor, gamma: float, epoch: float) -> None:
+    def __init__(self, objective: GlobalObjective, ticket: Ticket, rows: Tensor, gamma: float, epoch: float) -> None:
         self.objective = objective
         self.ticket = ticket
         self.epoch = epoch
@@ -131,7 +131,7 @@ class GlobalContrastive(torch.autograd.Function):
         return dx, dy, d_log_scale, None, None
 
 
-def _weight(objective: Objective, tau: Tensor, local_batch: int) -> Tensor:
+def _weight(objective: GlobalObjective, tau: Tensor, local_batch: int) -> Tensor:
     """Return W c_i/(B tau_i), () or (b,), the factor of exp((s_ij - s_ii)/tau)/((B-1)(eps+u)) in the gradient."""
     if objective.reference:
         keeps_tau = objective.rule.temperature == "global" and objective.rule.multiplied  # fastclip_v3
@@ -139,7 +139,7 @@ def _weight(objective: Objective, tau: Tensor, local_batch: int) -> Tensor:
     return (torch.ones_like(tau) if objective.rule.multiplied else 1 / tau) / local_batch
 
 
-def _global_gradient(objective: Objective, way: Way, dots: Tensor, log_u: Tensor, tau: Tensor) -> Tensor:
+def _global_gradient(objective: GlobalObjective, way: Way, dots: Tensor, log_u: Tensor, tau: Tensor) -> Tensor:
     """Return d objective / d log(1/tau), (): the part through g and, with the factor tau, the part of tau itself.
 
     g depends on x/tau, so the part through g is sum_i <x_i, dx_i>. These products are the dots (b,), with a factor W.
