@@ -11,9 +11,10 @@ decoder, one pass encodes a chunk of images together with its captions.
 Batch norms normalise a chunk by its own mean and deviation, in both encodings. Their running statistics change once per
 chunk, in the first encoding. At the end of the step they are averaged over the ranks, so they are equal on every rank.
 
-Scale. DeepSpeed averages parameter gradients over the W data-parallel ranks. The losses therefore return feature
-gradients that are W times those of the global mean loss. They return the whole gradients of the scale and the bias on
-every rank. So the surrogate is not divided by the number of chunks.
+Scale. DeepSpeed averages parameter gradients over W replicas of T tensor-parallel ranks. Each of the N = W T ranks has
+rows of the batch. The losses return feature gradients that are N times those of the global mean loss, and
+`megaclip.models.layers.own_rows` divides them by T. They return the whole gradients of the scale and the bias on every
+rank. So the surrogate is not divided by the number of chunks.
 
 Shapes: b rows of this rank, D embedding.
 """
