@@ -85,6 +85,7 @@ def crop_and_resize(images: list[Tensor], boxes: list[Box], size: int, interpola
     Args:
         images: (3, H, W) uint8 each, contiguous, on one device.
         boxes: left, top, width and height of each crop.
+        size: height and width of the results.
         interpolation: "bicubic" or "bilinear".
     """
     device, heights = images[0].device, [height for *_, height in boxes]

@@ -224,8 +224,8 @@ def open_pairs(
     """Open training or validation pairs, and log how much of each source is in samples, and what is left out.
 
     specs: each a brace or glob pattern of tar, parquet, CSV, TSV or JSON-lines files, a folder (of such files, of
-    images with a metadata file or saved by HF `datasets`), the URL of such files or of their folder, or
-    `hf:NAME[:SPLIT[:CONFIG]]` for a hub dataset.
+    images with a metadata file or each with a caption file, or saved by HF `datasets`), the URL of such files or of
+    their folder, or `hf:NAME[:SPLIT[:CONFIG]]` for a hub dataset.
     weights: one per spec, for a mixture. Default: every sample comes once per epoch.
     dataset_type, image_key, caption_key, image_root: `ReadingOptions` describes them.
     id_key: "caption", "image" or the column of a table: pairs with the same one have the same id.

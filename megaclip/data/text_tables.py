@@ -47,7 +47,7 @@ _logger = get_logger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class TextTable:
-    """The index of some files: an Arrow stream with the columns "image", `caption_columns` (lists) and "id"."""
+    """The index of some files: an Arrow stream with "image", `caption_columns` (lists), "id" and `field_columns`."""
 
     path: Path
     columns: dict[str, str]
@@ -86,7 +86,10 @@ def field_columns(fields: int) -> list[str]:
 
 
 def find_column(names: Sequence[str], wanted: str | None, usual: Sequence[str], what: str, path: str) -> str:
-    """Return the column `wanted`, or else the first usual one. what: "image" or "caption". Raises DataError."""
+    """Return the column `wanted`, or else the first usual one. what: "image", "caption", "id" or "field".
+
+    Raises DataError.
+    """
     for column in [wanted] if wanted else usual:
         if (count := list(names).count(column)) > 1:
             raise DataError(f"data {path!r} has {count} columns named {column}; give each column its own name")

@@ -85,7 +85,7 @@ class MemoryPlan:
     """True if the compiled towers recompute selectively."""
     graph_bytes: list[float]
     """Largest number of bytes by which each graph that the step may keep raises the peak, in the order in which graphs
-    are kept. Empty if megaclip.keep_graphs is a number, or if "auto" keeps none."""
+    are kept. Empty if megaclip.keep_graphs is a number, or if "auto" may keep none."""
     refusals: list[str] = field(default_factory=list)
     """Reasons why the run does not fit on the cluster; empty if it fits."""
 

@@ -129,7 +129,8 @@ class Workload:
     def of(cls, model: ModelDescription, config: TrainingConfig, world_size: int, **run: Any) -> "Workload":
         """Return the workload of `config` on `world_size` ranks, tensor-parallel ones included.
 
-        run: fields that ds_config.json does not set: locks, `workers`, `samples`, `evaluation`, `steps`, `async_save`.
+        run: fields that ds_config.json does not set: locks, `workers`, `samples`, `evaluation`, `steps`, `async_save`,
+        `cached_images`, `may_decode_on_gpu`, `objective_pairs`.
 
         Raises ConfigError if the batch of `config` does not divide among them, if tensor parallelism cannot split a
         tower, or if a lock locks nothing.
