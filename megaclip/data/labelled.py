@@ -68,7 +68,7 @@ class LabelledDataset:
         raw = self._images.read(sample_id)
         label = "0" if self.has_several_labels else raw.captions.texts[0].strip()
         if self._fact_count is not None:
-            self.facts(sample_id)
+            self._numbers(raw.captions, sample_id)
         is_number = label.isascii() and label.isdigit() and len(label) < 20  # int() refuses thousands of digits
         if not is_number:
             raise BadSample("label is no number", f"{raw.key}: label {label[:20]!r}")
@@ -85,7 +85,10 @@ class LabelledDataset:
         Raises BadSample.
         """
         assert isinstance(self._images, TarShards), "open_labelled(facts=...) opens a dataset with facts"
-        texts = self._images.captions(sample_id).texts
+        return self._numbers(self._images.captions(sample_id), sample_id)
+
+    def _numbers(self, captions: Captions, sample_id: int) -> list[int]:
+        texts = captions.texts
         words = texts[-1].split() if len(texts) == (1 if self.has_several_labels else 2) else []
         numbers = [int(float(word)) for word in words if float(word).is_integer() and abs(float(word)) < 2**53]
         if len(words) != self._fact_count or len(numbers) < len(words):
