@@ -25,7 +25,7 @@ from megaclip.planner import (
     faster_run,
     largest_batch,
     plan_memory,
-    plan_time,
+    time_of,
 )
 from megaclip.planner.cluster import gpu_preset, parse_size
 from megaclip.planner.compile_estimate import check_recomputation, compile_estimate
@@ -129,7 +129,8 @@ def _workload(arguments: argparse.Namespace, config: TrainingConfig, cluster: Cl
 
 def print_plan(workload: Workload, cluster: Cluster) -> int:
     """Print the plan; return 0 if the run fits, else 2."""
-    plan, step, batch = plan_memory(workload, cluster), plan_time(workload, cluster), workload.batch
+    plan, batch = plan_memory(workload, cluster), workload.batch
+    step = time_of(plan, cluster)
     whole, split = workload.with_megaclip(tensor_parallel_size=1).total, ""
     if workload.tensor_ranks > 1:
         split = f", {workload.total / 1e6:.1f} M on each of {workload.tensor_ranks} tensor-parallel ranks"

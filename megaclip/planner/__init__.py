@@ -15,5 +15,5 @@
 from megaclip.planner.cluster import Cluster, Rates, describe
 from megaclip.planner.memory import MemoryPlan, plan_memory
 from megaclip.planner.search import advice, advice_beyond_settings, faster_run, largest_batch
-from megaclip.planner.step_time import StepTime, plan_time
+from megaclip.planner.step_time import StepTime, plan_time, time_of
 from megaclip.planner.workload import Workload

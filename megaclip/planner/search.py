@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megaclip.config.optimizers import NEED_WHOLE_TENSORS, can_be_offloaded
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.memory import MemoryPlan, plan_memory
-from megaclip.planner.step_time import plan_time
+from megaclip.planner.step_time import time_of
 from megaclip.planner.workload import Workload
 from megaclip.zero.settings import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
@@ -66,7 +66,8 @@ def micro_batches(workload: Workload, cluster: Cluster) -> list[MicroBatch]:
     planned = []
     for size in sorted({rows, own, *_halves(rows, rows)}, reverse=True):
         changed = workload.with_batch(micro_batch=size)
-        planned.append(MicroBatch(changed, plan_memory(changed, cluster), plan_time(changed, cluster).total))
+        plan = plan_memory(changed, cluster)
+        planned.append(MicroBatch(changed, plan, time_of(plan, cluster).total))
     too_large = [one for one in planned if one.plan.refusals]
     shown = [*too_large[-1:], *[one for one in planned if not one.plan.refusals][:5]]
     return [one for one in planned if one in shown or one.workload.batch.micro_batch == own]
@@ -109,12 +110,13 @@ def faster_run(workload: Workload, cluster: Cluster) -> str | None:
     found = list(_alternatives(workload, cluster))
     if not found:
         return None
-    least, own = min(seconds for _, seconds in found), plan_time(workload, cluster).total
+    plan = plan_memory(workload, cluster)
+    least, own = min(seconds for _, seconds in found), time_of(plan, cluster).total
     name, seconds = next(each for each in found if each[1] <= _ABOUT * least)
     setting = f"ZeRO-{workload.zero.stage}"
     if workload.tensor_ranks > 1:
         setting, name = f"megaclip.tensor_parallel_size {workload.tensor_ranks}", f"{name} without it"
-    if not fits(workload, cluster):
+    if plan.refusals:
         return f"{setting} does not fit; {name} fits and is planned at {seconds:.3g} s per step"
     if seconds >= _CLEARLY_FASTER * own:
         return None
@@ -126,8 +128,8 @@ def _alternatives(workload: Workload, cluster: Cluster) -> Iterator[tuple[str, f
     ranks, batch = workload.tensor_ranks, workload.batch
     if ranks == 1:
         for stage in (1, 2) if workload.zero.stage == 3 and cluster.gpu_memory else ():
-            if workload.runs_at_stage(stage) and fits(lower := workload.at_stage(stage), cluster):
-                yield f"ZeRO-{stage}", plan_time(lower, cluster).total
+            if workload.runs_at_stage(stage) and not (lower := plan_memory(workload.at_stage(stage), cluster)).refusals:
+                yield f"ZeRO-{stage}", time_of(lower, cluster).total
         return
     whole = workload.with_megaclip(tensor_parallel_size=1)
     whole = whole.with_batch(micro_batch=math.gcd(ranks * batch.micro_batch, batch.local_batch))

@@ -42,7 +42,7 @@ from megaclip.planner.constants import (
     ZERO_3_GATHER_SECONDS,
     ZERO_3_REDUCTION_SECONDS,
 )
-from megaclip.planner.memory import plan_memory, store_bytes
+from megaclip.planner.memory import MemoryPlan, plan_memory, store_bytes
 from megaclip.planner.phases import loss_sizes
 from megaclip.planner.towers import TowerWork, tower_work
 from megaclip.planner.traffic import feature_traffic, offload_traffic, parameter_traffic, tensor_traffic
@@ -133,7 +133,11 @@ class StepTime:
 
 def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
     """Return the step's terms on one rank of `cluster`, at its rates."""
-    plan = plan_memory(workload, cluster)
+    return time_of(plan_memory(workload, cluster), cluster)
+
+
+def time_of(plan: MemoryPlan, cluster: Cluster) -> StepTime:
+    """Return the terms of a planned step, as `plan_time` does."""
     workload = plan.workload
     section, rates, batch = workload.megaclip, cluster.rates, workload.local_batch
     forward = again = backward = host = host_wait = 0.0
