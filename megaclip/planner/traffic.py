@@ -19,7 +19,6 @@ With tensor parallelism, the W replicas share ZeRO's partitions, and each rank h
 `tensor_traffic` has the sums inside a replica.
 """
 
-import itertools
 from typing import NamedTuple
 
 from megaclip.losses.costs import LOSS_COSTS, Sizes, Traffic
@@ -126,21 +125,19 @@ def _moved_elements(workload: Workload) -> _MovedElements:
         both = _gathered(workload, image.joined(text), forward, backward, offloads=False)
         return _MovedElements(gathered + both, reduced)
     # In the order of `megaclip.step.gradient_cache`: parameters are released when the other tower's passes begin.
-    passes = [
-        (text, 0, kept.text),
-        (image, again[0], kept.image + again[0]),
-        (text, again[1], again[1]),
-    ]
-    turns = itertools.groupby((each for each in passes if sum(each[1:])), key=lambda each: each[0])
-    sums = [(tower, *map(sum, list(zip(*group, strict=True))[1:])) for tower, group in turns]
-    offloads = workload.offloads_parameters
-    for tower, forward, backward in ((image, workload.chunks[0], 0), (text, workload.chunks[1], 0), *sums):
-        gathered += _gathered(workload, tower, forward, backward, offloads=offloads)
+    if kept.image + again[0]:
+        turns = [(text, 0, kept.text), (image, again[0], kept.image + again[0]), (text, again[1], again[1])]
+    else:
+        turns = [(text, again[1], kept.text + again[1])]
+    turns = [(image, workload.chunks[0], 0), (text, workload.chunks[1], 0), *turns]
+    for tower, forward, backward in turns:
+        if forward + backward:
+            gathered += _gathered(workload, tower, forward, backward, offloads=workload.offloads_parameters)
     # The gradient cache runs both towers in the first backward pass, and with offload_optimizer in the last one too.
-    offloads = workload.offloads_optimizer
+    offloads_optimizer = workload.offloads_optimizer
     if image.trained and text.trained and not workload.coalesces:
         first, last = image if kept.text else text, image if again[1] else text
-        for tower, takes_part in ((first, offloads or workload.zero.stage == 3), (last, offloads)):
+        for tower, takes_part in ((first, offloads_optimizer or workload.zero.stage == 3), (last, offloads_optimizer)):
             large = tower.above(threshold)
             gathered += (large.total + large.in_backward) * takes_part
             reduced += tower.trained * (takes_part and every_chunk)
