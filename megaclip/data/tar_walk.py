@@ -41,9 +41,10 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\x
 
 
 def entry_type(keys: int) -> np.dtype:
-    """Return the dtype of a sample in the index: offset and size of its image, and of the member of each caption key.
+    """Return the dtype of a sample in the index: offset and size of its image, and of the member of each key.
 
-    `caption_extension` (keys,) are indices into the extensions of a key. keys: number of keys of --caption-key.
+    `caption_extension` (keys,) are indices into the extensions of a key. keys: number of keys of --caption-key and of
+    extra fields, which follow them.
     """
     return np.dtype(
         [
