@@ -212,7 +212,7 @@ def _members(read: _Read, end: int) -> Iterator[tuple[bytes, int, int]]:
     """
     place, extended = 0, dict[bytes, bytes]()
     while place < end:
-        header = _read(read, place, BLOCK)
+        header = _exactly(read, BLOCK, place)
         if header.count(0) == BLOCK:
             if read(_CHECKED_AFTER_END, place).strip(b"\0"):
                 raise _Damaged(
@@ -228,7 +228,7 @@ def _members(read: _Read, end: int) -> Iterator[tuple[bytes, int, int]]:
         if kind in (b"x", b"L"):
             if size > _MAX_EXTENSION_HEADER:
                 raise _Damaged(f"an extended header of {size} bytes at byte {place}")
-            content = _read(read, place, size)
+            content = _exactly(read, size, place)
             extended |= _pax(content) if kind == b"x" else {b"path": content.rstrip(b"\0")}
         elif kind not in (b"g", b"K"):
             size = int(extended.get(b"size", size))
@@ -242,10 +242,10 @@ def _members(read: _Read, end: int) -> Iterator[tuple[bytes, int, int]]:
     raise _Damaged(f"no end of the archive at byte {end}: samples after it may be missing" if end else "an empty file")
 
 
-def _read(read: _Read, place: int, size: int) -> bytes:
-    content = read(size, place)
+def _exactly(read: _Read, size: int, offset: int) -> bytes:
+    content = read(size, offset)
     if len(content) < size:
-        raise _Damaged(f"cut off at byte {place + len(content)}")
+        raise _Damaged(f"cut off at byte {offset + len(content)}")
     return content
 
 
