@@ -1,17 +1,17 @@
 """Bytes of parameters, gradients and optimizer states on each rank: on the GPU and in host memory.
 
-The formulas follow DeepSpeed 0.19's `runtime/zero/stage_1_and_2.py` and `stage3.py`. N is the number of trained
+The formulas follow DeepSpeed 0.19's `runtime/zero/stage_1_and_2.py` and `stage3.py`. P is the number of trained
 parameters on one rank, W the number of replicas, which without tensor parallelism is the number of ranks. In float32
 training too, stages 1 to 3 have a float32 master: DeepSpeed clones the partition. At stage 0 the parameters themselves
 are updated.
 
-* Stages 1 and 2 keep the whole working copy, and N/W of the master and of its states. With contiguous_gradients, which
+* Stages 1 and 2 keep the whole working copy, and P/W of the master and of its states. With contiguous_gradients, which
   offload_optimizer needs, a backward pass allocates at its first gradient the bucket in which gradients are reduced
   (`reduce_bucket_size` elements, two with overlap_comm): 1 GB at DeepSpeed's default.
-* Stage 1 keeps every gradient until the update, which first frees those that other ranks need; stage 2 keeps N/W of
+* Stage 1 keeps every gradient until the update, which first frees those that other ranks need; stage 2 keeps P/W of
   them, in the dtype they accumulate in. The update joins its gradients, converts them to float32 (without a copy if
-  they already are one float32 tensor), and frees the originals. torch's Adam needs another N/W float32 numbers.
-* Stage 3 keeps N/W of everything, and the bucket, throughout the step. Parameters below the persistence threshold stay
+  they already are one float32 tensor), and frees the originals. torch's Adam needs another P/W float32 numbers.
+* Stage 3 keeps P/W of everything, and the bucket, throughout the step. Parameters below the persistence threshold stay
   whole. The others are whole while they are used or fetched ahead, in two copies. Those at the end of a tower, as many
   as half of `stage3_max_reuse_distance`, stay whole from one pass over the tower to the next
   (`megaclip.zero.gathered_tower`). With offload_param this is so only between a forward pass and its backward pass
