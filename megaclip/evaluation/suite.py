@@ -169,8 +169,8 @@ def score_task(evaluator: Evaluator, task: Task, data: TaskData, *, probe: bool 
             "the folder if it holds another set"
         )
     metrics["main_metric"] = metrics[main]
-    facts = {"metric": main, "samples": samples, "bad_samples": bad_samples}
-    return {"key": task.key, "dataset": dataset, "metrics": metrics, **facts}
+    line = {"key": task.key, "dataset": dataset, "metrics": metrics}
+    return line | {"metric": main, "samples": samples, "bad_samples": bad_samples}
 
 
 def _encoded(images: Any = None, tokens: Any = None) -> tuple[Any, Any]:
@@ -179,7 +179,7 @@ def _encoded(images: Any = None, tokens: Any = None) -> tuple[Any, Any]:
 
 
 def _probe(
-    evaluator: Evaluator, task: Task, data: LabelledDataset, test: torch.Tensor, test_facts: torch.Tensor
+    evaluator: Evaluator, task: Task, data: LabelledDataset, test: torch.Tensor, test_rows: torch.Tensor
 ) -> tuple[Metrics, dict[str, int]]:
     """Return the metrics on frozen features, and the number of training images that are left out, by kind."""
     with raise_on_all_ranks():
@@ -187,15 +187,15 @@ def _probe(
         if train.class_names != data.class_names:
             raise DataError(f"{task.folder}: the train split has other classes than the test split")
     loader = evaluator.loader(train)
-    features, facts = encode_images(evaluator.encode, evaluator.progress(loader, task.key))
-    if len(features) < HELD_OUT or len(facts[:, 1].unique()) < 2:
+    features, rows = encode_images(evaluator.encode, evaluator.progress(loader, task.key))
+    if len(features) < HELD_OUT or len(rows[:, 1].unique()) < 2:
         raise DataError(
-            f"{task.folder}: the train split has {len(features)} readable images of {len(facts[:, 1].unique())} "
+            f"{task.folder}: the train split has {len(features)} readable images of {len(rows[:, 1].unique())} "
             f"classes; --probe requires {HELD_OUT} images of 2 classes or more"
         )
     lost = {f"{kind}, in the train split": count for kind, count in count_bad_samples(loader).items()}
-    arguments = features, facts[:, 1], test, len(data.class_names)
-    labels, (linear, strength) = test_facts[:, 1].cpu().numpy(), linear_probe(*arguments)
+    arguments = features, rows[:, 1], test, len(data.class_names)
+    labels, (linear, strength) = test_rows[:, 1].cpu().numpy(), linear_probe(*arguments)
     recalls = [float(np.mean((linear == label)[labels == label])) for label in np.unique(labels)]
     metrics: Metrics = {
         "lp_acc1": float(np.mean(linear == labels)),
@@ -212,16 +212,16 @@ def _classification(
     """Return the metrics of labelled images, the name of the main one, and the number of images."""
     weights = evaluator.class_weights(data)
     if data.has_several_labels:
-        features, facts = encode_images(encode, batches)
+        features, rows = encode_images(encode, batches)
         if not len(features):
             raise DataError(f"{task.folder}: the images or labels of all {len(data)} samples are missing or unreadable")
         scores = (features.double() @ weights.double().T).cpu().numpy()
-        precision = task_metrics.mean_average_precision(scores, _facts(data, facts[:, 0].tolist()) == 1)
+        precision = task_metrics.mean_average_precision(scores, _numbers(data, rows[:, 0].tolist()) == 1)
         return {"mean_average_precision": precision}, "mean_average_precision", len(scores)
     found = classify(encode, batches, weights)
     metrics = task_metrics.accuracy_metrics(found, len(weights))
     if groups := task.settings.get("groups", {}):
-        columns = dict(zip(task.settings["fields"], _facts(data, found.ids.tolist()).T, strict=True))
+        columns = dict(zip(task.settings["fields"], _numbers(data, found.ids.tolist()).T, strict=True))
         for name, worst in groups.items():
             hits = found.ranks < (5 if "_top5_" in worst else 1)
             metrics |= task_metrics.group_metrics(hits, columns[name], name, worst.rpartition("_w")[0], worst)
@@ -230,15 +230,15 @@ def _classification(
 
 def _items(evaluator: Evaluator, data: ItemSet, batches: Iterable[Any]) -> tuple[Metrics, str, int]:
     """Return the metrics of items, the name of the main one, and the number of items whose images can be read."""
-    features, facts = encode_images(evaluator.encode, batches)
-    row = {image: number for number, image in enumerate(facts[:, 0].tolist())}
+    features, rows = encode_images(evaluator.encode, batches)
+    row = {image: number for number, image in enumerate(rows[:, 0].tolist())}
     items = [item for item in data.items if all(image in row for image in item.images)]
     if not items:
         raise DataError(f"{data.name}: the images of all {len(data.items)} items are missing or unreadable")
     texts = encode_texts(evaluator.encode, data.captions, evaluator.tokenizer, batch_size=evaluator.text_batch_size)
     if items[0].language:
         return _languages(items, features, row, texts), "mean_recall@1", len(items)
-    images, captions = (rows.double().cpu().numpy() for rows in (features, texts))
+    images, captions = (each.double().cpu().numpy() for each in (features, texts))
     similarities = [images[[row[k] for k in item.images]] @ captions[list(item.captions)].T for item in items]
     if items[0].right:
         is_right = [np.isin(item.images, item.right) for item in items]
@@ -267,7 +267,7 @@ def _recall(metrics: dict[str, float]) -> dict[str, float]:
     return result | {"mean_recall@1": (metrics["retrieval_r1_i2t"] + metrics["retrieval_r1_t2i"]) / 2}
 
 
-def _facts(data: LabelledDataset, ids: list[int]) -> np.ndarray:
+def _numbers(data: LabelledDataset, ids: list[int]) -> np.ndarray:
     """Return the numbers in the `.npy` files of images, (n, F) int64, on every rank."""
     with raise_on_all_ranks():
         return np.array([data.facts(sample_id) for sample_id in ids])
