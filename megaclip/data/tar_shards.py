@@ -249,7 +249,7 @@ class TarShards:
         return f"; they have .{', .'.join(sorted(found))} members: set {setting} to one of them{dots}"
 
     def _check_fields(self, number: int, keys: CaptionKeys) -> None:
-        """Raise DataError, which lists the existing fields, if none of some JSON members has one of a key's."""
+        """Raise DataError, which lists the existing fields, if none of some JSON members has a field of a key."""
         is_json = self._entries["caption_extension"][:, number] == keys.extensions.index(JSON)
         rows = spread(np.flatnonzero(is_json).tolist())
         records, names = [], []
