@@ -117,7 +117,7 @@ class Projections:
 
     def load(self) -> None: ...
 
-    def encode(self, tower: str, inputs: Tensor) -> Tensor:
+    def encode(self, tower: str, inputs: Tensor, dtype: torch.dtype) -> Tensor:
         rows = inputs.flatten(1)
         matrix = torch.randn(rows.shape[1], 16, generator=torch.Generator().manual_seed(9))
         rows = rows if rows.is_floating_point() else rows.float()
@@ -133,7 +133,10 @@ def live_distillation() -> Objective:
 def whole_live_distillation(loss: Tensor, x: Tensor, y: Tensor, step: int, case: Case, model: Any) -> Tensor:
     pixels, tokens = (by_rank(each, case.ranks) for each in engine_cases.whole_batch(step))
     images = (pixels.double() / 255 - engine_cases.MEAN) / engine_cases.STD
-    u, v = Projections().encode("image", images), Projections().encode("text", tokens.double())
+    u, v = (
+        Projections().encode("image", images, torch.float64),
+        Projections().encode("text", tokens.double(), torch.float64),
+    )
     distance = 2 - (x * u).sum(1).mean() - (y * v).sum(1).mean()
     return loss + 3.0 * rows_of_similarities(x, y, model.logit_scale.exp(), u, v, 15.0) + distance
 
