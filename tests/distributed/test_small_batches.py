@@ -146,24 +146,31 @@ def test_a_cpu_records_nothing(settings: dict[str, bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "ranks", "b", "exchange", "expected"),
+    ("settings", "ranks", "b", "negatives", "exchange", "expected"),
     [
-        ({}, 1, 8, "all_gather", True),
-        ({}, 2, 8, "all_gather", True),
-        ({"cuda_graphs": False}, 1, 8, "all_gather", False),
-        ({}, 1, 16384, "ring", True),
-        ({}, 1, 16400, "ring", False),  # too many operations
-        ({}, 1024, 85, "all_gather", True),
-        ({}, 1024, 86, "all_gather", False),  # 258 MiB of bfloat16 features and float32 gradients
-        ({}, 2, 8, "ring", False),
+        ({}, 1, 8, 0, "all_gather", True),
+        ({}, 2, 8, 0, "all_gather", True),
+        ({"cuda_graphs": False}, 1, 8, 0, "all_gather", False),
+        ({}, 1, 16384, 0, "ring", True),
+        ({}, 1, 16400, 0, "ring", False),  # too many operations
+        ({}, 1024, 85, 0, "all_gather", True),
+        ({}, 1024, 86, 0, "all_gather", False),  # 258 MiB of bfloat16 features and float32 gradients
+        ({}, 1024, 8, 78, "all_gather", False),
+        ({}, 2, 8, 0, "ring", False),
     ],
 )
 def test_small_batches_are_recorded_by_default_and_large_ones_never(
-    settings: dict[str, bool], ranks: int, b: int, exchange: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, bool],
+    ranks: int,
+    b: int,
+    negatives: int,
+    exchange: str,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(small_batches, "implementation_for", lambda tiles, x: "triton")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     group = SimpleNamespace(size=ranks, message_device=torch.device("cuda"))
-    way: Any = SimpleNamespace(ranks=group, exchange=exchange, tiles=None)
+    way: Any = SimpleNamespace(ranks=group, exchange=exchange, negatives=negatives, tiles=None)
     features: Any = SimpleNamespace(shape=(b, 512), is_cuda=True, dtype=torch.bfloat16)
     assert ClipLoss(**settings).records(features, way) == expected
