@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: ClipModel) -> Path:
     step.mkdir(parents=True)
     write_model_card(checkpoints / "model", CONFIG, OPENAI_PREPROCESS)
     counters = {"global_steps": 7, "global_samples": 0, "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}
-    optimizer = {"param_groups": [], "state": {}}
+    optimizer = {"param_groups": [{"parameter_names": []}], "state": {}}
     torch.save({"module": model.state_dict(), "optimizer": optimizer, **counters}, step / "mp_rank_00_model_states.pt")
     manifest.write(step)
     (checkpoints / "latest").write_text(step.name)
