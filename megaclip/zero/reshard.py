@@ -68,9 +68,10 @@ def _fill(engine: DeepSpeedEngine, groups: list[FlatGroup], saved: SavedStates) 
     state: dict[int, dict[str, Any]] = {}
     for index, group in enumerate(groups):
         first = group.slots[0].name
-        # Numbers are copied for each group, because optimizers count steps in place.
-        state[index] = {kind: _gather(engine, saved, group, kind) for kind in saved.state_kinds(first)}
-        state[index] |= copy.deepcopy(saved.numbers.get(first, {}))
+        # Numbers are copied for each group, because optimizers count steps in place. They come first, as in the states
+        # that Adam makes, so that a resumed run writes the same files.
+        state[index] = copy.deepcopy(saved.numbers.get(first, {}))
+        state[index] |= {kind: _gather(engine, saved, group, kind) for kind in saved.state_kinds(first)}
         group.flat.data.copy_(_gather(engine, saved, group, FP32))
     if not engine.zero_optimization():
         optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
