@@ -58,6 +58,7 @@ class StepMetrics:
 
     loss: float
     logit_scale: float
+    """exp(`logit_scale`) that the loss used, before the update."""
     learning_rate: float
     gradient_norm: float
     tokens_per_caption: float | None = None

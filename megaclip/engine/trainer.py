@@ -197,11 +197,12 @@ class Trainer:
         set_learning_rate(self.engine, learning_rate)
         loss, gradient_norm, updated = torch.tensor(math.nan), math.nan, False
         waited_s, began = batch.waited_s, time.monotonic()
-        terms: dict[str, torch.Tensor] = {}
+        log_scale = self.logit_scale.read() if self.loss.own is None else self.loss.own.log_scale.detach().clone()
+        scale, terms = _to_host(log_scale.exp()), dict[str, torch.Tensor]()
         try:
             # The forward passes change the statistics before the step is known to be good.
             with restored(running_statistics(self.engine.module), only_on_failure=True):
-                loss = self._accumulate(batch, terms)
+                loss = self._accumulate(batch, log_scale, terms)
                 batch.look_ahead()
                 gradient_norm = update(self.engine, self.step, loss)
             if (own_loss := self.loss.own) is not None:
@@ -210,17 +211,18 @@ class Trainer:
             updated = True
         except NonFiniteError as error:  # on every rank, and nothing has changed
             self.skipped_steps.skip(error)
-        loss_value, captions = float(loss), batch.captions()  # waits for the device
+        captions = batch.captions()
         equal = None if self.config.megaclip.same_ids == "ignore" else share_of_equal(batch.pair_ids())
         batch.next_step()
         self.step_s = time.monotonic() - began
         self._count_step()
-        log_scale = self.logit_scale.clamp_() if self.loss.own is None else self.loss.own.log_scale
+        if self.loss.own is None:
+            self.logit_scale.clamp_()
         if updated:
             self.average.update()
         return StepMetrics(
-            loss_value,
-            float(log_scale.exp()),
+            float(loss),
+            float(scale),
             learning_rate,
             gradient_norm,
             tokens_per_caption=captions.mean_tokens,
@@ -231,15 +233,18 @@ class Trainer:
             terms={name: float(value) for name, value in terms.items()},
         )
 
-    def _accumulate(self, batch: StepStore, terms: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Leave the gradients of the step in the engine and return its loss, (). terms: receives those of the loss."""
+    def _accumulate(self, batch: StepStore, log_scale: torch.Tensor, terms: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Leave the gradients of the step in the engine and return its loss, as `_to_host` does.
+
+        log_scale: (1,), the logarithm of the logit scale. terms: receives those of the loss, from `_to_host` too.
+        """
         section = self.config.megaclip
         with report_compilation(section.compile, self.step + 1) if self.memory_plan.compiles else nullcontext():
-            return accumulate_gradients(
+            loss = accumulate_gradients(
                 self.engine,
                 self.loss.bind(batch.ids, self.length.epoch_at(self.step), batch.pair_ids),
                 batch,
-                self.logit_scale.read() if self.loss.own is None else self.loss.own.log_scale.detach().clone(),
+                log_scale,
                 RandomState(self.arguments.seed, self.step, self._replica),
                 logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
                 coalesce=section.coalesce_gradient_reduction,
@@ -249,6 +254,8 @@ class Trainer:
                 check_loss=(lambda: None) if self.loss.own is None else self.loss.own.check_step,
                 term_values=terms,
             )
+        terms |= {name: _to_host(value) for name, value in terms.items()}
+        return _to_host(loss)
 
     def evaluate(self, metrics: Metrics, watched: Callable[[Iterable[Any]], Iterable[Any]]) -> dict[str, float]:
         """Evaluate on the data that the command line specifies. Report the scores, and return them by name.
@@ -306,6 +313,11 @@ class Trainer:
             self.memory_plan = keep_more_graphs(self.memory_plan)
             gc.collect()
             gc.freeze()  # a garbage collection over all objects from the start-up takes tens of milliseconds
+
+
+def _to_host(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the host, which must not be read before `update` returns: the host does not wait for it."""
+    return value.to("cpu", non_blocking=True)
 
 
 def share_of_equal(ids: torch.Tensor) -> float:

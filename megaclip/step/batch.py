@@ -1,5 +1,6 @@
 """`DeviceFeed`, which copies chunks of a contrastive batch to the device before a tower uses them."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -27,6 +28,29 @@ class DeviceFeed:
     device: torch.device
     dtype: torch.dtype
     normalise: Callable[[Tensor, torch.dtype], Tensor]
+
+    def begin(self, pixels: Tensor) -> Callable[[], Tensor]:
+        """Start to copy a chunk of pixels to the device; return a function that returns the input, made of the copy.
+
+        The copy begins when the device has done what is queued. After the call of the function the memory of `pixels`
+        may be overwritten.
+        """
+        if self.device.type == "cpu":
+            return functools.partial(self._normalised, pixels)
+        accelerator = get_accelerator()
+        copies, compute = accelerator.Stream(self.device), accelerator.current_stream()
+        buffer, copied = torch.empty_like(pixels, device=self.device), accelerator.Event()
+        buffer.record_stream(copies)  # if the function is never called
+        copies.wait_stream(compute)
+        with accelerator.stream(copies):
+            buffer.copy_(pixels, non_blocking=True)
+        copied.record(copies)
+
+        def finish() -> Tensor:
+            copied.synchronize()
+            return self._normalised(buffer)
+
+        return finish
 
     def inputs(self, tower: Tower, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yield the tower's inputs from chunks in host memory (pixels uint8, or tokens of any integer type).

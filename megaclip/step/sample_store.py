@@ -23,7 +23,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -144,6 +144,8 @@ class StepStore:
         """This step's chunks of captions. None: no chunk of them has been read yet."""
         self._next_captions: CaptionChunks | None = None
         """Those of the next step, after `look_ahead`."""
+        self._next_pixels: Callable[[], Tensor] | None = None
+        """Returns the only chunk of images of the next step, of which `look_ahead` has begun the copy."""
         self._filled = 0
         """Number of chunks read since the start of the run."""
         self._released = 0
@@ -216,8 +218,13 @@ class StepStore:
         read_once: number of first chunks that this step reads only once. Each may be freed after its use.
         again: yield only the other chunks, for the second time. False: yield all chunks.
         """
-        source = self._pixels if tower is Tower.IMAGE else self._texts
-        return self._feed.inputs(tower, source(read_once, again))
+        if tower is Tower.TEXT:
+            return self._feed.inputs(tower, self._texts(read_once, again))
+        pixels = self._pixels(read_once, again)
+        if again or self._next_pixels is None:
+            return self._feed.inputs(tower, pixels)
+        begun, self._next_pixels = self._next_pixels, None
+        return (begun() for _ in pixels)
 
     def pieces(self, chunk: int) -> Pieces | None:
         """Return the pieces of a chunk of captions, which are cut at their own lengths; None if it is one piece.
@@ -245,12 +252,15 @@ class StepStore:
         return self._captions
 
     def look_ahead(self) -> None:
-        """Divide the next step's captions if it has one chunk of images, so that the GPU does not wait for it then.
+        """Divide the next step's captions and copy its images if it has one chunk, so that the GPU need not wait then.
 
         All ranks call it together after the passes over this step, while the GPU computes the last of them.
         """
         if self._image_chunks == 1:  # the images of more chunks may be read only after the next step has begun
             self._next_captions = self._divided(self._step + 1)
+            number = (self._step + 1) * self._loader.readings_per_step
+            if self._filled > number:  # not if the data failed
+                self._next_pixels = self._feed.begin(self._slots[number % len(self._slots)])
 
     def _divided(self, step: int) -> CaptionChunks:
         tokens = self._tokens[step % 2]

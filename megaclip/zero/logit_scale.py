@@ -90,7 +90,7 @@ class LogitScale(MasterScalar):
         """Clamp the master value and the model's parameter to the bounds; return the value as `read` does."""
         value = self.read()
         clamped = value.clamp(*self._bounds)
-        if torch.equal(value, clamped):
-            return value
-        self.write(clamped)
+        # To write at ZeRO-3 takes two collectives, which take longer than to wait for the comparison.
+        if not (is_partitioned(self._parameter) and torch.equal(value, clamped)):
+            self.write(clamped)
         return clamped

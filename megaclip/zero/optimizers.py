@@ -99,6 +99,8 @@ def step_without_history(engine: DeepSpeedEngine) -> None:
 def update(engine: DeepSpeedEngine, step: int | None = None, loss: Tensor | None = None) -> float:
     """Take the optimizer step at the end of an accumulation and return the gradient's global norm before clipping.
 
+    The device has then computed the norm and all that was queued before it, but perhaps not the update.
+
     step: number of earlier steps, for the error message. None: DeepSpeed's count. loss: (), reported in the error
     message if it is not finite.
 
@@ -108,7 +110,7 @@ def update(engine: DeepSpeedEngine, step: int | None = None, loss: Tensor | None
     """
     step = engine.global_steps if step is None else step
     if engine.optimizer is engine.basic_optimizer:  # ZeRO-0, where DeepSpeed computes no norm
-        engine._global_grad_norm = _gradient_norm(engine.module)
+        engine._global_grad_norm = _gradient_norm(engine.module).cpu()
         if not math.isfinite(norm := float(engine._global_grad_norm)):
             engine.zero_grad()
         _check_norm(norm, step, loss)

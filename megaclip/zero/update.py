@@ -2,12 +2,14 @@
 
 ViT-B/16 has 398 parameter tensors. DeepSpeed computes the gradient norm from 398 float64 copies and 398 norms, and
 runs several kernels and waits for the GPU to clip each parameter group. The GPU then waits for the host. The methods
-below are replaced by methods that handle all tensors at once:
+below are replaced by methods that handle all tensors at once and copy the norm to the host, which reads it several
+times and would wait for the whole update the last time:
 
 * ZeRO-0, `clip_fp32_gradients`: one grouped product, with the norm that `megaclip.zero.optimizers.update` has
   computed.
 * ZeRO-1 and 2, `scaled_global_norm`: one grouped norm and one all-reduce for all parameter groups.
-* ZeRO-1 and 2, `unscale_and_clip_grads`: the same factor, without the check that waits for the GPU.
+* ZeRO-1 and 2, `unscale_and_clip_grads`: the same factor, without the check that waits for the GPU, and without a
+  product if nothing is clipped.
 * ZeRO-1 and 2, `_update_model_bit16_weights`: skipped if every weight is already in its flat buffer, as after every
   step.
 * ZeRO-1 and 2, `reduce_independent_p_g_buckets_and_remove_grads`: skipped on one data-parallel rank, where DeepSpeed
@@ -82,7 +84,7 @@ class GroupedStages1And2(DeepSpeedZeroOptimizer):
             self.reduce_independent_p_g_buckets_and_remove_grads = lambda parameter, group: None
 
     def scaled_global_norm(self, norm_type: float = 2) -> Tensor:
-        """Return the norm of the gradients of all ranks, () float32; infinite if it is not finite."""
+        """Return the norm of the gradients of all ranks, () float32 on the host; infinite if it is not finite."""
         assert norm_type == 2, "only the Euclidean norm"
         gradients: list[Tensor] = []
         for group, parameters in enumerate(self.params_in_partition):
@@ -91,12 +93,12 @@ class GroupedStages1And2(DeepSpeedZeroOptimizer):
         total = _sum_of_squares(gradients)
         dist.all_reduce(total, group=self.dp_process_group)
         self._model_parallel_all_reduce(total, op=dist.ReduceOp.SUM)
-        return total.sqrt().float().nan_to_num(nan=math.inf, posinf=math.inf)
+        return total.sqrt().float().nan_to_num(nan=math.inf, posinf=math.inf).cpu()
 
     def unscale_and_clip_grads(self, gradients: Sequence[Tensor], total_norm: Tensor) -> None:
-        """Scale gradients of norm `total_norm`, (), down to norm `clip_grad` if it is smaller; 0 is no limit."""
-        if self.clip_grad:
-            factor = ((total_norm + 1e-6) / self.clip_grad).clamp(min=1.0).reciprocal()
+        """Scale gradients down to norm `clip_grad` if `total_norm`, () on the host, is larger; 0 is no limit."""
+        if self.clip_grad and (excess := (total_norm + 1e-6) / self.clip_grad) > 1:
+            factor = excess.reciprocal()
             for gradient in gradients:
                 gradient.mul_(factor)
 
@@ -115,7 +117,7 @@ class GroupedStage3(DeepSpeedZeroOptimizer_Stage3):
     """DeepSpeed's optimizer of ZeRO-3, without optimizer offload."""
 
     def _get_norm_groups(self) -> list[Tensor]:
-        """Return the norm of the gradients of all ranks, () float64, as the only element of a list."""
+        """Return the norm of the gradients of all ranks, () float64 on the host, as the only element of a list."""
         process_group = self.sub_group_process_groups[0]
         every_rank = self._grad_norm_counts_every_rank(self.fp16_groups[0], process_group)
         gradients: list[Tensor] = []
@@ -126,7 +128,7 @@ class GroupedStage3(DeepSpeedZeroOptimizer_Stage3):
         dist.all_reduce(total, group=process_group)
         if not every_rank:
             self._model_parallel_all_reduce(total, op=dist.ReduceOp.SUM)
-        return [total.sqrt()]
+        return [total.sqrt().cpu()]
 
 
 def _counted(gradients: Iterable[Tensor], parameters: Iterable[Any], replicated_too: bool) -> list[Tensor]:

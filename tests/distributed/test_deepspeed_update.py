@@ -247,8 +247,6 @@ def test_the_number_of_operations_does_not_grow_with_the_number_of_tensors(count
     small, large = (counted[f"{stage} {layers}"] for layers in (1, 4))
     assert small == large
     assert small.total() < 70
-    # The host reads the norm to refuse one that is not finite, and to report it.
-    assert stage not in (1, 2) or large["_local_scalar_dense"] == 2
 
 
 def test_the_counter_sees_deepspeeds_operations_per_tensor(counted):

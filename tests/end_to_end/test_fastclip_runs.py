@@ -78,13 +78,14 @@ def test_the_state_of_both_runs_is_equal_and_complete(runs: Path, loss: str) -> 
 
 def test_the_exported_logit_scale_is_the_temperature_of_the_loss(runs: Path) -> None:
     checkpoints = runs / "fastclip_v3_whole" / "checkpoints"
-    part = torch.load(checkpoints / f"step_{STEPS:08d}" / "loss_rank_00000.pt", weights_only=True)
+    part = torch.load(checkpoints / f"step_{SAVED:08d}" / "loss_rank_00000.pt", weights_only=True)
     own = float(part["temperature"]["log_scale"])
-    exported = float(consolidated_weights(checkpoints, f"step_{STEPS:08d}")["logit_scale"])
+    exported = float(consolidated_weights(checkpoints, f"step_{SAVED:08d}")["logit_scale"])
     assert_close(exported, own, WRITTEN)
     assert abs(own + math.log(0.07)) > 0.01  # the temperature changed
     shown = next(values for name, values in scalars(runs / "fastclip_v3_whole").items() if "scale" in name)
-    assert_close(shown[STEPS], math.exp(own), WRITTEN.magnified(own))  # exp magnifies the rounding of its argument
+    # exp magnifies the rounding of its argument
+    assert_close(shown[SAVED + 1], math.exp(own), WRITTEN.magnified(own))
 
 
 def test_resume_with_another_loss_is_refused(runs: Path) -> None:

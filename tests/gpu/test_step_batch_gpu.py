@@ -42,6 +42,19 @@ def test_chunks_arrive_complete_though_their_slots_are_overwritten_at_once(place
     slots.close()
 
 
+def test_a_copy_that_was_begun_is_complete_when_its_input_is_taken():
+    expected = torch.randint(256, (64, 3, 64, 64), dtype=torch.uint8)
+    pixels, busy = expected.clone().pin_memory(), torch.randn(4096, 4096, device="cuda")
+    for _ in range(20):
+        busy = (busy @ busy).clamp(-1, 1)
+    finish = feed().begin(pixels)
+    filled = [torch.full((64, 3, 64, 64), 255, dtype=torch.uint8, device="cuda") for _ in range(9)]
+    got = finish()
+    pixels.zero_()
+    assert torch.equal(got.cpu(), ImageTransform(64).normalise(expected))
+    assert all(bool((each == 255).all()) for each in filled)  # none has the memory of the copy
+
+
 def test_no_more_than_two_chunks_of_pixels_are_on_the_device():
     pixels = [torch.zeros(256, 3, 64, 64, dtype=torch.uint8).pin_memory() for _ in range(CHUNKS)]
     inputs = feed().inputs(Tower.IMAGE, itertools.chain(pixels))
