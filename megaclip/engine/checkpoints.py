@@ -47,6 +47,8 @@ class Checkpoints:
         self.best = BestCheckpoint(folder, arguments)
         self.run_id = ""
         """Identifier that this run's checkpoints record; only the first rank's is used."""
+        self.resumed_from: Path | None = None
+        """Folder of the checkpoint that `resume` has loaded."""
         self.saved_step = 0
         """Step of the newest checkpoint; with --async-save it may still be being written."""
         self._trainer = trainer
@@ -61,10 +63,8 @@ class Checkpoints:
         Raises:
             CheckpointError, DataError: on every rank: the checkpoint does not exist, or this run cannot resume from it.
         """
-        trainer = self._trainer
-        step, self.run_id = resume(trainer, self._identity, self.folder)
-        trainer.resumed(step)
-        self.saved_step = step
+        self.resumed_from, self.run_id = resume(self._trainer, self._identity, self.folder)
+        self.saved_step = self._trainer.step
         self._last_end = time.monotonic()
 
     def save(self, *, training_continues: bool) -> None:
@@ -104,6 +104,7 @@ class Checkpoints:
         trainer, arguments = self._trainer, self._trainer.arguments
         progress = {"step": trainer.step, "samples_consumed": trainer.samples_consumed}
         identity = {**self._identity, "image_decoder": trainer.decoding.libraries}
+        identity |= {"log_scale_max": trainer.logit_scale.maximum}
         return store.Target(
             folder=self.folder,
             step=trainer.step,

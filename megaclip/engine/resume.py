@@ -80,17 +80,17 @@ def describe_run(
     }
 
 
-def resume(trainer: Trainer, identity: dict[str, Any], checkpoints: Path) -> tuple[int, str]:
+def resume(trainer: Trainer, identity: dict[str, Any], checkpoints: Path) -> tuple[Path | None, str]:
     """Check every file of the checkpoint that --resume names, and load it into `trainer`, on every rank.
 
     Args:
-        trainer: its engine and its loss receive their states.
+        trainer: continues after the checkpoint's step. Its engine and its loss receive their states.
         identity: `describe_run` of this run.
         checkpoints: the folder of this run's checkpoints, where --resume auto searches.
 
     Returns:
-        the number of steps done, and the identifier that the run's checkpoints record: that of the checkpoint, or a new
-        one. Without a checkpoint to resume, the number is 0.
+        the folder of the checkpoint, None if there is none to resume, and the identifier that the run's checkpoints
+        record: that of the checkpoint, or a new one.
 
     Raises:
         CheckpointError, DataError: the checkpoint is missing, damaged or of another run (raised on every rank).
@@ -98,7 +98,7 @@ def resume(trainer: Trainer, identity: dict[str, Any], checkpoints: Path) -> tup
     arguments, loss = trainer.arguments, trainer.loss
     found = _find_checkpoint(arguments.resume, checkpoints)
     if found is None:
-        return 0, uuid.uuid4().hex
+        return None, uuid.uuid4().hex
     state: dict[str, Any] = {}
     with raise_on_all_ranks():
         try:
@@ -123,7 +123,8 @@ def resume(trainer: Trainer, identity: dict[str, Any], checkpoints: Path) -> tup
     was, now = (shape.format(**properties) for properties in (state, identity))
     if was != now:
         logger.info("converting a checkpoint of %s to %s", was, now)
-    load_checkpoint(trainer.engine, found[0] / found[1])
+    step_folder = found[0] / found[1]
+    load_checkpoint(trainer.engine, step_folder)
     with raise_on_all_ranks():
         loss_states = store.read_loss_states(*found)
         if loss.own is not None:
@@ -132,8 +133,9 @@ def resume(trainer: Trainer, identity: dict[str, Any], checkpoints: Path) -> tup
             raise CheckpointError(
                 "the checkpoint holds per-sample state of a global contrastive loss; set megaclip.loss to that loss"
             )
-    logger.info("resumed from %s at step %d", found[0] / found[1], state["step"])
-    return state["step"], run
+    trainer.resumed(state["step"], state.get("log_scale_max", 0.0))
+    logger.info("resumed from %s at step %d", step_folder, state["step"])
+    return step_folder, run
 
 
 def require_own_folder(folder: Path, wanted: str | None) -> None:

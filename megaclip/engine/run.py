@@ -14,7 +14,7 @@ from pathlib import Path
 
 import deepspeed.comm as dist
 
-from megaclip.checkpoint.search import MODEL_CARD, locate, tag_of
+from megaclip.checkpoint.search import MODEL_CARD
 from megaclip.comm.collectives import gather_objects, sum_counts, wait_for_all_ranks
 from megaclip.config import TrainArguments, parse_arguments
 from megaclip.data import check_batch
@@ -141,19 +141,15 @@ class Run:
         """
         with report_write_errors():
             if self._is_first_rank:
-                resumed_from, model, card = None, self.trainer.engine.module, self.checkpoints.folder / MODEL_CARD
-                locked = model.locked_weights
-                if self.step > 0:
-                    wanted = self.arguments.resume or "auto"
-                    source = self.checkpoints.folder if wanted == "auto" else locate(Path(wanted))[0]
-                    resumed_from = source.parent
+                model, card = self.trainer.engine.module, self.checkpoints.folder / MODEL_CARD
+                locked, resumed = model.locked_weights, self.checkpoints.resumed_from
+                if resumed is not None:
                     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
                     names = frozen if model.base_sha256 is None else []  # --pretrained has those below adapters
-                    step = source / tag_of(self.step)
-                    locked = locked_weights(step, card, names, bf16=self.inputs.config.bf16)
+                    locked = locked_weights(resumed, card, names, bf16=self.inputs.config.bf16)
                 write_model_folder(card, self.inputs, locked)
                 model.locked_weights = {}
-                write_settings(self.folder, self.checkpoints.settings, resumed_from)
+                write_settings(self.folder, self.checkpoints.settings, resumed and resumed.parents[1])
                 self.checkpoints.best.resume(self.step, self.checkpoints.run_id)
 
     def is_finished(self) -> bool:

@@ -99,16 +99,18 @@ class Trainer:
         """Number of samples that the steps took, over all ranks."""
         return self.step * self.batch.global_batch
 
-    def resumed(self, step: int) -> None:
-        """Continue after `step` steps. The engine and the loss have loaded their checkpoint."""
-        self.step = step
-        if step:
-            self.average.loaded(step)
-        self._admit_scale()
+    def resumed(self, step: int, log_scale_max: float) -> None:
+        """Continue after `step` steps. The engine and the loss have loaded their checkpoint.
 
-    def _admit_scale(self) -> None:
+        log_scale_max: upper bound of the logarithm of the logit scale before, 0 if it is not known.
+        """
+        self.step = step
+        self.average.loaded(step)
+        self._admit_scale(log_scale_max)
+
+    def _admit_scale(self, log_scale_max: float = 0.0) -> None:
         if not self.config.megaclip.is_global:  # these losses have bounds of their own
-            self.logit_scale.admit(raises_maximum=self._keeps_scale)
+            self.logit_scale.admit(log_scale_max, raises_maximum=self._keeps_scale)
 
     def encode_images_once(self) -> None:
         """With --feature-cache, encode the training images, or find their features. Every rank calls it.

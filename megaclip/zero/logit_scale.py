@@ -66,30 +66,33 @@ class LogitScale(MasterScalar):
     def __init__(self, engine: DeepSpeedEngine, maximum: float) -> None:
         """maximum: upper bound of exp(logit_scale). The lower bound is 1, as in open_clip."""
         super().__init__(engine.module.logit_scale)
-        self._bounds = (0.0, math.log(maximum))
+        self.maximum = math.log(maximum)
+        """Upper bound of the value. The lower bound is 0."""
 
-    def admit(self, *, raises_maximum: bool) -> None:
+    def admit(self, earlier_maximum: float = 0.0, *, raises_maximum: bool) -> None:
         """Warn if the value is above its upper bound, and make it the bound if `raises_maximum`.
 
         SigLIP's released scales are 112 to 118. Call it when the weights of a start or of a checkpoint are in place.
+
+        earlier_maximum: upper bound of the run that is resumed. If `raises_maximum`, the bound is not below it.
         """
         value = float(self.read())
-        if value <= self._bounds[1]:
+        if raises_maximum:
+            value = max(value, earlier_maximum)
+        if value <= self.maximum:
             return
-        scale, maximum = math.exp(value), math.exp(self._bounds[1])
+        scale, maximum = math.exp(value), math.exp(self.maximum)
         outcome = f"becomes {maximum:.4g} at the first update"
         if raises_maximum:
-            outcome, self._bounds = "is the bound of this run; --logit-scale-max sets another one", (0.0, value)
+            outcome, self.maximum = "is the bound of this run; --logit-scale-max sets another one", value
         if group_rank() == 0:
-            log_once(
-                logger.warning, f"the logit scale of the weights is {scale:.4g}, above {maximum:.4g}: it {outcome}"
-            )
+            log_once(logger.warning, f"a logit scale of {scale:.4g} is above {maximum:.4g}: it {outcome}")
 
     @torch.no_grad()
     def clamp_(self) -> torch.Tensor:
         """Clamp the master value and the model's parameter to the bounds; return the value as `read` does."""
         value = self.read()
-        clamped = value.clamp(*self._bounds)
+        clamped = value.clamp(0.0, self.maximum)
         # To write at ZeRO-3 takes two collectives, which take longer than to wait for the comparison.
         if not (is_partitioned(self._parameter) and torch.equal(value, clamped)):
             self.write(clamped)

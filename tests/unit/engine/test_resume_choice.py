@@ -34,7 +34,7 @@ def load(
 ) -> list[Path]:
     """Resume from a checkpoint whose state is `saved` and return the folders that were loaded."""
     arguments = parse_arguments([*REQUIRED, "--resume", "there", *flags])
-    loaded: list[Path] = []
+    loaded: list[Any] = []
     monkeypatch.setattr(resume.search, "locate", lambda path: (path, "step_00000004"))
     monkeypatch.setattr(resume.search, "require_whole", lambda *_: None)
     monkeypatch.setattr(resume.store, "read_state", lambda *_: {**STATE, **saved})
@@ -43,14 +43,22 @@ def load(
     monkeypatch.setattr(resume, "load_checkpoint", lambda engine, folder: loaded.append(folder))
     loss = SimpleNamespace(length_dependent_setting=loss_setting, own=None)
     trainer: Any = SimpleNamespace(engine=None, loss=loss, arguments=arguments, decoding=DECODING)
-    step, _ = resume.resume(trainer, IDENTITY, Path("runs"))
-    assert step == 4
+    trainer.resumed = lambda *taken: loaded.append(taken)
+    folder, _ = resume.resume(trainer, IDENTITY, Path("runs"))
+    assert loaded[:1] == [folder] and loaded.pop() == (4, saved.get("log_scale_max", 0.0))
     return loaded
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"world_size": 4}, {"zero_stage": 3}, {"tensor_parallel_size": 2}, {"precision": "float32"}],
+    [
+        {},
+        {"log_scale_max": 4.76},
+        {"world_size": 4},
+        {"zero_stage": 3},
+        {"tensor_parallel_size": 2},
+        {"precision": "float32"},
+    ],
 )
 def test_another_partitioning_is_accepted(monkeypatch, changes):
     assert load(monkeypatch, IDENTITY | changes) == LOADED
@@ -85,7 +93,9 @@ def test_any_content_of_state_json_ends_in_one_readable_error(monkeypatch, key):
     identity = {**IDENTITY, "data": {"sources": [{"type": "tar", "files": [["a", 1, 1]]}], "weights": None}}
     loss = SimpleNamespace(length_dependent_setting=None, own=None)
     arguments = parse_arguments([*REQUIRED, "--resume", "there"])
-    trainer: Any = SimpleNamespace(engine=None, loss=loss, arguments=arguments, decoding=DECODING)
+    trainer: Any = SimpleNamespace(
+        engine=None, loss=loss, arguments=arguments, decoding=DECODING, resumed=lambda *_: None
+    )
     refused = 0
     for junk in JUNK:
         state = {**STATE, **identity, key: junk}

@@ -22,17 +22,22 @@ def test_the_scale_stays_between_1_and_its_maximum(value: float, expected: float
     assert parameter.item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("raises_maximum", "expected"), [(True, 112.3), (False, 100.0)])
-def test_a_scale_above_the_maximum_is_kept_unless_the_maximum_was_given(raises_maximum, expected, caplog, monkeypatch):
-    """SigLIP's released scale stays, also after an update below it, and is reported once."""
+@pytest.mark.parametrize(
+    ("start", "earlier", "raises_maximum", "expected"),
+    [(112.3, 1.0, True, 112.3), (112.3, 113.4, False, 100.0), (95.0, 113.4, True, 113.4)],
+)
+def test_a_scale_above_the_maximum_is_kept_unless_the_maximum_was_given(
+    start, earlier, raises_maximum, expected, caplog, monkeypatch
+):
+    """SigLIP's released scale stays, also after an update below it and a resume from there, and is reported once."""
     monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
-    parameter = torch.nn.Parameter(torch.tensor([math.log(112.3)]))
+    parameter = torch.nn.Parameter(torch.tensor([math.log(start)]))
     scale = LogitScale(cast(Any, SimpleNamespace(module=SimpleNamespace(logit_scale=parameter))), 100.0)
     for _ in range(2):
-        scale.admit(raises_maximum=raises_maximum)
+        scale.admit(math.log(earlier), raises_maximum=raises_maximum)
     before = parameter.item()
-    assert scale.clamp_().exp().item() == pytest.approx(expected)
+    assert scale.clamp_().exp().item() == pytest.approx(min(start, expected))
     assert (parameter.item() == before) == raises_maximum
     parameter.data.fill_(6.0)
     assert scale.clamp_().exp().item() == pytest.approx(expected)
-    assert len({record.getMessage() for record in caplog.records}) == 1 and "112.3" in caplog.text
+    assert len({record.getMessage() for record in caplog.records}) == 1 and str(max(start, expected)) in caplog.text
