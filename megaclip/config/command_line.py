@@ -445,6 +445,12 @@ def parse_arguments(argv: list[str]) -> TrainArguments:
     try:
         return TrainArguments(**vars(values))
     except ValidationError as error:
+        evaluates = [_flag(name) for name in ("val_data", "zeroshot_data", "suite") if name in values]
+        if evaluates and "train_data" not in values:
+            raise ConfigError(
+                f"--train-data is required; to evaluate only, use `megaclip evaluate DIRECTORY` with "
+                f"{' and '.join(evaluates)}, where DIRECTORY was written by `megaclip import` or `megaclip export`"
+            ) from None
         raise config_error(error, name=_flag) from None
 
 

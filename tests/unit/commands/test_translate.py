@@ -178,7 +178,11 @@ def test_one_quoted_command_is_split_as_by_a_shell(run, command, launcher):
         ("--train-data a.tar --batch-size 1e3", "invalid literal for int() with base 10: '1e3'; --batch-size, --acc"),
         ("--train-data a.tar --model", "model '' is "),
         ("--train-data a.tar --model ViT-B-33", "unknown model 'ViT-B-33'"),
-        ("--model ViT-B-32", "--train-data is required"),
+        ("--model ViT-B-32", "--train-data is required\n"),
+        (
+            "--val-data a.csv --imagenet-val b --pretrained c.pt",
+            "`megaclip evaluate DIRECTORY` with --val-data and --z",
+        ),
         ("--train-data a.tar --dataset-type synthetic --model ViT-B-32", "--dataset-type: Input should be 'auto'"),
         ("--train-data a.tar --out-of --model ViT-B-32 --seed x", "--seed: Input should be a valid integer"),
     ],
