@@ -191,9 +191,8 @@ def report(
         print(f"\nzero-shot, {len(labelled)} images, {len(labelled.class_names)} classes")
         print_row("", "top-1", "top-5")
         print_row("accuracy", *(metrics[f"zero_shot_top{k}"] for k in (1, 5)))
-    if pairs is not None:
-        images = "" if result.examples is None else f", {result.examples.candidates} images"
-        print(f"\nretrieval, {len(pairs)} pairs{images}")
+    if pairs is not None and result.examples is not None:
+        print(f"\nretrieval, {result.captions} captions, {result.examples.candidates} images")
         print_row("", "R@1", "R@5", "R@10")
         for name, way in (("image to text", "i2t"), ("text to image", "t2i")):
             print_row(name, *(metrics[f"retrieval_r{k}_{way}"] for k in (1, 5, 10)))

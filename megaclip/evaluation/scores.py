@@ -8,7 +8,7 @@ An `Encode` computes the features. Every rank calls `encode` equally often, so i
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ class Evaluation:
     """Data of the evaluation pictures; None without retrieval."""
     bad_samples: dict[str, int] = field(default_factory=dict)
     """Number of bad samples that all ranks left out, by kind."""
+    captions: int = 0
+    """Number of captions that were ranked for retrieval."""
 
 
 @dataclass
@@ -66,7 +68,7 @@ class Evaluator:
         group_captions: every line of a text in `pairs` is a caption. Raises DataError on every rank, if the data cannot
         be evaluated.
         """
-        metrics, examples, bad_samples = dict[str, float](), None, Counter[str]()
+        metrics, bad_samples, result = dict[str, float](), Counter[str](), Evaluation()
         if labelled is not None:
             loader = self.loader(labelled)
             found = classify(self.encode, self.progress(loader, "zero-shot"), self.class_weights(labelled))
@@ -75,9 +77,8 @@ class Evaluator:
         if pairs is not None:
             loader = self.loader(pairs, by_line=group_captions)
             result = evaluate_pairs(self.encode, self.progress(loader, "retrieval"))
-            metrics, examples = metrics | result.metrics, result.examples
             bad_samples.update(count_bad_samples(loader))
-        return Evaluation(metrics, examples, dict(bad_samples.most_common()))
+        return replace(result, metrics=metrics | result.metrics, bad_samples=dict(bad_samples.most_common()))
 
     def loader(self, data: ReadableSet, *, by_line: bool = True) -> EvaluationLoader:
         """Return this rank's loader of a dataset. by_line: every line of a text is a caption."""
@@ -127,7 +128,8 @@ def evaluate_pairs(encode: Encode, batches: Iterable[Any], *, example_count: int
     """
     images, texts, image_ids, text_image_ids, leading_ids = _encode_pairs(encode, batches)
     examples = retrieval_examples(images, texts, image_ids, leading_ids, example_count)
-    return Evaluation(retrieval(images, texts, image_ids, text_image_ids), examples)
+    captions = int(sum_over_ranks((text_image_ids != PADDING_ID).sum()))
+    return Evaluation(retrieval(images, texts, image_ids, text_image_ids), examples, captions=captions)
 
 
 def _encode_pairs(encode: Encode, pairs: Iterable[Any]) -> tuple[torch.Tensor, ...]:

@@ -189,7 +189,7 @@ def test_fine_tuning_from_a_released_model_to_an_export_that_open_clip_loads(tin
     assert len(re.findall(r"\b0 missing, 0 unexpected", log)) >= 2  # the import and the run
     best = json.loads((tmp_path / "runs/fine-tuned/best_checkpoint.json").read_text())["checkpoint"]
     assert f"megaclip export runs/fine-tuned OUT_DIR --tag {best} --verify" in log
-    assert log.count("retrieval, 32 pairs") == 2
+    assert log.count("retrieval, 32 captions") == 2
     difference = re.search(r"export_max_abs_diff (\S+)", log)
     assert difference and float(difference.group(1)) < 1e-5
     assert_only_unlocked_weights_have_changed(tmp_path)

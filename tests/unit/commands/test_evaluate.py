@@ -196,7 +196,7 @@ def test_captions_without_a_readable_image_are_one_error(
 
 
 def test_equal_images_are_one_image_in_every_format(
-    folder: Path, tmp_path: Path, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     """Three captions per image. Otherwise text to image would have a recall of 0 at 1, because equal images tie."""
     captions = [[f"{text}, view {view}" for view in range(3)] for text in CAPTIONS]
@@ -214,6 +214,7 @@ def test_equal_images_are_one_image_in_every_format(
         arguments = ["--val-data", tmp_path / name, "--workers", 0, "--json", tmp_path / "scores.json", *flag]
         run(monkeypatch, folder / "model", *arguments)
         found[flags] = json.loads((tmp_path / "scores.json").read_text())["metrics"]
+        assert f"retrieval, {3 * COUNT} captions, {COUNT} images" in capsys.readouterr().out
     assert 0 < found["rows.csv"]["retrieval_r10_t2i"] < 1, "the data must not be trivial"
     assert all(metrics == pytest.approx(found["rows.csv"]) for metrics in found.values())
     assert warnings.messages == []
@@ -228,7 +229,7 @@ def test_the_pairs_that_a_run_held_out_are_evaluated_again(
     held_out = open_pairs([str(tmp_path / "all.tar")]).split(0.3)[1]
     flags = ["--val-data", tmp_path / "all.tar", "--workers", 0, "--val-fraction"]
     run(monkeypatch, folder / "model", *flags, 0.3)
-    assert 0 < len(held_out) < COUNT and f"retrieval, {len(held_out)} pairs" in capsys.readouterr().out
+    assert 0 < len(held_out) < COUNT and f"retrieval, {len(held_out)} captions" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         run(monkeypatch, folder / "model", *flags, 1.5)
 
