@@ -261,8 +261,8 @@ def tests(part: str, name: str, options: Options, file: str, selected: str) -> C
 def loss_commands(options: Options, folder: Path) -> Iterator[Command]:
     yield tests("loss", "exactness", options, "test_clip_loss_nccl.py", f"[{options.gpus}]")
     for embedding in (512, 768):
-        sizes = (32, *([64] if embedding == 768 else []), 128, 256, 1024, 4096)  # 768: those of Inf-CL's Table 1
-        yield loss(options, "loss", f"D={embedding}", sizes, embedding, *OURS[:2], "open_clip", "DisCo-CLIP", "Inf-CL")
+        sizes = (32, 64, 128, 256, 1024, 4096)
+        yield loss(options, "loss", f"D={embedding}", sizes, embedding, *OURS, "open_clip", "DisCo-CLIP", "Inf-CL")
 
 
 def loss(options: Options, part: str, name: str, kibi: tuple[int, ...], *of: Any) -> Command:
