@@ -10,7 +10,7 @@ import socket
 import tempfile
 from collections.abc import Mapping
 
-from megaclip.errors import ConfigError, os_reason
+from megaclip.errors import ConfigError, os_errors_as
 
 ACCELERATOR = "DS_ACCELERATOR"
 _ACCELERATORS = ("cuda", "cpu")
@@ -107,9 +107,5 @@ def _is_known(address: str) -> bool:
 
 def _check_temporary_files(folder: str | None) -> None:
     """Raise ConfigError if temporary files cannot be created."""
-    try:
+    with os_errors_as(ConfigError, f"TMPDIR is {folder!r}", "set it to a folder that can be written, or unset it"):
         tempfile.TemporaryFile(dir=folder or None).close()
-    except OSError as error:
-        raise ConfigError(
-            f"TMPDIR is {folder!r}: {os_reason(error)}; set it to a folder that can be written, or unset it"
-        ) from None

@@ -34,10 +34,25 @@ def shortened(line: str) -> str:
     return line if len(line) <= 200 else line[:197] + "..."
 
 
-def os_reason(error: OSError) -> str:
-    """Return the file and the reason of an operating-system error, in one line."""
-    reason = error.strerror or first_line(error)
-    return reason if error.filename is None else f"{error.filename}: {reason}"
+def os_reason(error: Exception, beside: str = "") -> str:
+    """Return the file of an operating-system error, unless the text `beside` names it, and the reason, in one line."""
+    reason, name = getattr(error, "strerror", None) or first_line(error), getattr(error, "filename", None)
+    return reason if name is None or str(name) in beside else f"{name}: {reason}"
+
+
+@contextmanager
+def os_errors_as(
+    kind: type["MegaclipError"], problem: str, advice: str = "", *, also: type[Exception] = OSError
+) -> Iterator[None]:
+    """Raise an OSError inside the `with` statement, such as a full disk, as an error "problem: reason; advice".
+
+    also: another class of exceptions that is raised in this way.
+    """
+    try:
+        yield
+    except (OSError, also) as error:
+        reason = os_reason(error, beside=problem)
+        raise kind("; ".join(filter(None, (f"{problem}: {reason}", advice)))) from error
 
 
 def public(text: str) -> str:

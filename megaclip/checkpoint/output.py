@@ -1,11 +1,10 @@
 """Check the output paths of a command before its long work."""
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from megaclip.errors import ConfigError, MegaclipError
+from megaclip.errors import ConfigError, MegaclipError, os_errors_as
 
 
 def prepare_folder(folder: Path) -> None:
@@ -23,10 +22,6 @@ def prepare_file(path: Path) -> None:
     prepare_folder(path.parent)
 
 
-@contextmanager
-def writing(path: Path, raises: type[MegaclipError] = ConfigError) -> Iterator[None]:
+def writing(path: Path, raises: type[MegaclipError] = ConfigError) -> AbstractContextManager[None]:
     """Raise an OSError inside the `with` statement, such as a full disk, as an error that names `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise raises(f"cannot write {str(path)!r}: {error.strerror or error}; choose another path") from None
+    return os_errors_as(raises, f"cannot write {str(path)!r}", "choose another path")

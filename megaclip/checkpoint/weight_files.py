@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from megaclip.checkpoint.deepspeed_files import read_file
 from megaclip.checkpoint.model_card import check_inside
 from megaclip.checkpoint.search import refuse_run
-from megaclip.errors import CheckpointError, first_line, os_reason, shortened
+from megaclip.errors import CheckpointError, first_line, os_errors_as, shortened
 from megaclip.logging import get_logger
 from megaclip.models.config import read_json_object
 from megaclip.models.open_clip_keys import StateDict
@@ -148,11 +148,8 @@ def _in_parts(index: Path) -> dict[str, Any]:
 
 def _content(path: Path) -> dict[str, Any]:
     """Return the content of a file, in the format that its first bytes show."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(512)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {os_reason(error)}") from None
+    with os_errors_as(CheckpointError, f"cannot read {path}"), path.open("rb") as file:
+        start = file.read(512)
     if start[5:9] == b"\0\0\0{":  # after the length of the header
         try:
             return load_file(path)

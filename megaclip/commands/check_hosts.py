@@ -21,7 +21,7 @@ from torch.distributed.elastic.utils.store import synchronize
 from megaclip.commands.argument_types import CommandParser, number
 from megaclip.config import load_training_config, parse_arguments
 from megaclip.engine.process_group import meet_all_ranks, quiet_deepspeed
-from megaclip.errors import ConfigError
+from megaclip.errors import ConfigError, os_errors_as
 from megaclip.hosts.check import Report, find_problems, measure, report, table
 from megaclip.logging import rank_from_environment
 from megaclip.zero.optimizers import needed_ops
@@ -96,8 +96,6 @@ def read(texts: list[str]) -> list[Report]:
 
 def sign_in(folder: Path) -> IO:
     """Return a new file in `folder`. It is deleted when it is closed, and no other folder contains its name."""
-    try:
+    with os_errors_as(ConfigError, f"--logs {str(folder)!r}: cannot write there", "choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         return NamedTemporaryFile(prefix=".megaclip-check-", dir=folder)
-    except OSError as error:
-        raise ConfigError(f"--logs {str(folder)!r}: cannot write there: {error}; choose another folder") from None

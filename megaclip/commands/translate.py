@@ -24,7 +24,7 @@ from megaclip.config.command_line import (
     OTHER_TRAINERS,
     TrainArguments,
 )
-from megaclip.errors import ConfigError
+from megaclip.errors import ConfigError, os_errors_as
 
 _IN_DS_CONFIG = OTHER_TRAINERS["open_clip"]["in ds_config.json"]
 _LENGTH = ("--batch-size", "--accum-freq", "--workers", "--epochs", "--epochs-cooldown", "--train-num-samples")
@@ -73,11 +73,11 @@ def translate(words: list[str], out: Path) -> tuple[list[str], list[str]]:
     check_ds_config({key: value for key, value in files[out].items() if key != "wandb"})  # may not be installed here
     parse_arguments(arguments)
     for path, content in files.items():
-        try:
-            with path.open("x", encoding="utf-8") as file:
-                file.write(json.dumps(content, indent=2) + "\n")
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}; choose another --out") from None
+        with (
+            os_errors_as(ConfigError, f"cannot write {path}", "choose another --out"),
+            path.open("x", encoding="utf-8") as file,
+        ):
+            file.write(json.dumps(content, indent=2) + "\n")
     return [*launcher, *arguments], [*(f"wrote {path}" for path in files), *notes]
 
 

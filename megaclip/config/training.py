@@ -19,7 +19,7 @@ from megaclip.config.checks import check_ds_config
 from megaclip.config.ds_config import DsConfig
 from megaclip.config.optimizers import UNTESTED_BY_DEEPSPEED, Optimizer
 from megaclip.config.section import MegaclipSection
-from megaclip.errors import ConfigError, closest
+from megaclip.errors import ConfigError, closest, os_errors_as
 from megaclip.logging import get_logger
 from megaclip.zero.settings import DeepSpeedMonitorConfig, DeepSpeedZeroConfig
 
@@ -267,10 +267,8 @@ def load_training_config(name_or_path: str | Path, changes: Sequence[str] = ()) 
                 f"a ds_config.json, or one of {', '.join(sorted(shipped))}{_nearest_file(path, set(shipped))}"
             )
         path = shipped[name]
-    try:
+    with os_errors_as(ConfigError, f"cannot read the DeepSpeed config {str(path)!r}", also=UnicodeDecodeError):
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the DeepSpeed config {str(path)!r}: {error}") from None
     try:
         config = json.loads(text, object_pairs_hook=_refuse_duplicate_keys)
         if not isinstance(config, dict):

@@ -20,7 +20,7 @@ from typing import Any
 from filelock import FileLock
 
 from megaclip.data.remote import RemoteFile, user_cache
-from megaclip.errors import DataError
+from megaclip.errors import DataError, os_errors_as
 from megaclip.files import replacing
 from megaclip.logging import get_logger
 
@@ -73,17 +73,13 @@ def open_index(
     with _locked(index.with_suffix(".lock")):
         if description := _description(index):  # another process may have made the index meanwhile
             return index, description
-        try:
+        with os_errors_as(DataError, f"cannot write the index {index}", "free some space, or check the disk"):
             with replacing(index, durable=False) as unfinished:
                 description = make(unfinished, names, sizes)
             with replacing(index.with_suffix(".json"), durable=False) as unfinished:
                 text = json.dumps(description)
                 check = {"bytes": index.stat().st_size, "crc32": zlib.crc32(text.encode())}
                 unfinished.write_text(json.dumps(check | {"description": description}))
-        except OSError as error:
-            raise DataError(
-                f"cannot write the index {index}: {error.strerror or error}; free some space, or check the disk"
-            ) from error
     return index, json.loads(text)
 
 
@@ -108,13 +104,9 @@ def _description(index: Path) -> dict[str, Any] | None:
     return found["description"]
 
 
-@contextlib.contextmanager
-def reading(path: Path | RemoteFile) -> Iterator[None]:
+def reading(path: Path | RemoteFile) -> contextlib.AbstractContextManager[None]:
     """Raise an OSError inside the `with` statement as a DataError that names the shard."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    return os_errors_as(DataError, f"cannot read {path}")
 
 
 def _index_folders(root: Path, *, is_remote: bool) -> list[Path]:

@@ -23,7 +23,7 @@ from megaclip.data.image_folder import reason_to_leave_out, walk_folder
 from megaclip.data.remote import RemoteFile, copied, find_files, is_remote
 from megaclip.data.source import UNREADABLE, Account, read_file
 from megaclip.data.tar_shards import TarShards
-from megaclip.errors import DataError, first_line, os_reason, public
+from megaclip.errors import DataError, first_line, os_errors_as, public
 from megaclip.logging import get_logger
 
 CLASS_NAMES_FILE = "classnames.txt"
@@ -180,13 +180,11 @@ def open_labelled(
             f"zero-shot data {str(path)!r} is not a folder; expected a folder in CLIP_benchmark's layout, or one with "
             "an image folder per class"
         )
-    try:
+    with os_errors_as(DataError, f"cannot read zero-shot data {public(str(path))!r}"):
         if is_remote(path):
             folder, shards = _copied_texts(str(path))
         dataset = _open_folder(folder, split_shards(folder, split) if shards is None else shards, split, facts)
         refuse_damaged_shards(folder, [dataset.account])
-    except OSError as error:
-        raise DataError(f"cannot read zero-shot data {public(str(path))!r}: {os_reason(error)}") from error
     _warn_of_equal_names(folder, dataset.class_names)
     dataset.account.report(f"zero-shot data {public(str(path))!r}", len(dataset), max_bad_fraction)
     return dataset

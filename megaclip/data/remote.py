@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import fsspec
 
 from megaclip.data.patterns import expand_braces
-from megaclip.errors import DataError, first_line, os_reason, public
+from megaclip.errors import DataError, first_line, os_errors_as, public
 from megaclip.files import replacing
 
 SCHEMES = {
@@ -218,7 +218,7 @@ def copied(files: Sequence[RemoteFile]) -> list[Path]:
 
     files: with different names. Raises DataError.
     """
-    try:
+    with os_errors_as(DataError, f"cannot copy {files[0]} to the user's cache"):
         versions = " ".join(file.cache_name for file in files)
         folder = user_cache() / "files" / hashlib.sha256(versions.encode()).hexdigest()[:32]
         folder.mkdir(parents=True, exist_ok=True)
@@ -226,8 +226,6 @@ def copied(files: Sequence[RemoteFile]) -> list[Path]:
             path = folder / file.name
             if not path.exists() or path.stat().st_size != file.size:
                 download(file, path)
-    except OSError as error:
-        raise DataError(f"cannot copy {files[0]} to the user's cache: {os_reason(error)}") from error
     return [folder / file.name for file in files]
 
 

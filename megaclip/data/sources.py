@@ -32,7 +32,7 @@ from megaclip.data.shard_cache import RemoteShards
 from megaclip.data.source import BESIDE, Account, ReadingOptions, Source
 from megaclip.data.tables import METADATA_FILES, TABLE_TYPES, Table, open_table
 from megaclip.data.tar_shards import TarShards
-from megaclip.errors import DataError, os_reason, public
+from megaclip.errors import DataError, os_errors_as, public
 
 DATASET_TYPES = ("auto", "webdataset", *TABLE_TYPES)
 _TYPE_OF_SUFFIX = {
@@ -341,10 +341,8 @@ def _facts(manifest: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _open_readable(spec: str, options: ReadingOptions) -> Source:
     """Return the source of a spec. Raises DataError, also if the system refuses to read the data."""
-    try:
+    with os_errors_as(DataError, f"cannot read data {public(spec)!r}"):
         source = _open_source(spec, options)
-    except OSError as error:
-        raise DataError(f"cannot read data {public(spec)!r}: {os_reason(error)}") from error
     if options.id_column is not None and not isinstance(source, Table):
         raise DataError(
             f"data {spec!r} has no columns, and --id-key is {options.id_column!r}; use 'caption' or 'image', or "

@@ -30,7 +30,7 @@ from megaclip.config import TrainArguments
 from megaclip.data import PADDING_ID, EvaluationBatch, EvaluationLoader
 from megaclip.data.feature_cache import CachedFeatures
 from megaclip.engine.inputs import Inputs
-from megaclip.errors import ConfigError, os_reason
+from megaclip.errors import ConfigError, os_errors_as
 from megaclip.evaluation.encoder import in_step
 from megaclip.files import sync_folder, write_atomically
 from megaclip.logging import format_bytes, get_logger
@@ -170,16 +170,12 @@ def _write(
 @contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
     """Raise an OSError of any rank as one ConfigError on every rank."""
-    with raise_on_all_ranks():
+    problem = f"--feature-cache {str(folder.parent)!r} cannot be written"
+    with raise_on_all_ranks(), os_errors_as(ConfigError, problem, "free space there, or use another folder"):
         try:
             yield
         except BlockingIOError:
             raise ConfigError(f"another run is writing {str(folder)!r}; start this run again after it") from None
-        except OSError as error:
-            raise ConfigError(
-                f"--feature-cache {str(folder.parent)!r} cannot be written: {os_reason(error)}; free space there, or "
-                "use another folder"
-            ) from None
 
 
 def _checksum(tower: torch.nn.Module) -> str:

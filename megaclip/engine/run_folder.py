@@ -17,7 +17,7 @@ from megaclip.checkpoint.durable import make_folders, read_text
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.config import TrainArguments
 from megaclip.engine.resume import differences, require_own_folder
-from megaclip.errors import ConfigError, MegaclipError, refused_before_training
+from megaclip.errors import ConfigError, MegaclipError, os_errors_as, refused_before_training
 from megaclip.files import write_atomically
 from megaclip.guards.lock import RunLock
 from megaclip.logging import get_logger
@@ -72,14 +72,10 @@ def report_write_errors(*, has_trained: bool = False) -> Iterator[None]:
     has_trained: whether the folder could be written when the run started. If so, the error is not a ConfigError,
     because --logs is valid. The same command resumes the run when the cause is removed.
     """
-    with raise_on_all_ranks():
-        try:
-            yield
-        except OSError as error:
-            problem = f"cannot write to the run's folder: {error}"
-            if has_trained:
-                raise MegaclipError(f"{problem}; free space or fix permissions, then use --resume auto") from error
-            raise ConfigError(f"{problem}; free space or fix permissions, or choose another --logs") from error
+    kind, last = (MegaclipError, "then use --resume auto") if has_trained else (ConfigError, "or choose another --logs")
+    advice = f"free space or fix permissions, {last}"
+    with raise_on_all_ranks(), os_errors_as(kind, "cannot write to the run's folder", advice):
+        yield
 
 
 def write_settings(folder: Path, settings: dict[str, Any], resumed_from: Path | None) -> None:

@@ -27,7 +27,7 @@ from megaclip.data.labelled import (
     text_lines,
 )
 from megaclip.data.patterns import literal
-from megaclip.errors import DataError, os_reason
+from megaclip.errors import DataError, os_errors_as
 from megaclip.evaluation import task_metrics
 from megaclip.evaluation.encoder import Encode, encode_images, encode_texts, in_step
 from megaclip.evaluation.items import Item, ItemSet, item_files, open_items
@@ -70,12 +70,10 @@ class Task:
 def find_tasks(suite: Path) -> list[Task]:
     """Return the tasks in the sub-folders of a folder, sorted by key. Raises DataError if there are none."""
     tasks = []
-    try:
+    with os_errors_as(DataError, f"cannot read the suite {str(suite)!r}"):
         for folder in sorted(entry for entry in suite.iterdir() if entry.is_dir() and entry.name[0] != "."):
             items = [Task(key, folder, path) for key, path in item_files(folder)]
             tasks += items or [Task(_key_of(folder.name.removeprefix("wds_").removesuffix("_test")), folder)]
-    except OSError as error:
-        raise DataError(f"cannot read the suite {str(suite)!r}: {os_reason(error)}") from error
     if not tasks:
         raise DataError(f"the suite {str(suite)!r} has no sub-folders; expected one per task, such as wds_cars_test")
     if split_names(suite) or item_files(suite):
@@ -103,7 +101,7 @@ def open_task(task: Task) -> TaskData:
         raise DataError(f"several folders are {task.key}; keep one of them in the suite, or rename the others")
     if task.items is not None:
         return open_items(task.key, task.items)
-    try:
+    with os_errors_as(DataError, f"cannot read {task.folder}"):
         shards, type_file = split_shards(task.folder), task.folder / DATASET_TYPE_FILE
         kind = "".join(text_lines(type_file)).lower()
         if kind not in ("", "classification", "multilabel", "retrieval"):
@@ -112,8 +110,6 @@ def open_task(task: Task) -> TaskData:
             return _open_retrieval(
                 task.folder, f"{literal(shards[0].parent)}/*.tar" if shards else str(task.folder), kind
             )
-    except OSError as error:
-        raise DataError(f"cannot read {task.folder}: {os_reason(error)}") from error
     facts = 0 if kind == "multilabel" else len(task.settings.get("fields", ())) or None
     return open_labelled(task.folder, split="test", facts=facts)
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.data import GpuDecoder, TrainLoader
 from megaclip.data.workers import shared_pixels
-from megaclip.errors import ConfigError, DataError, MegaclipError, first_line
+from megaclip.errors import ConfigError, DataError, MegaclipError, first_line, os_errors_as
 from megaclip.logging import format_bytes, get_logger
 from megaclip.models.packing import Pieces
 from megaclip.step.batch import DeviceFeed, Tower
@@ -79,15 +79,10 @@ class ImageSlots:
 
     @contextmanager
     def _errors(self, size: int) -> Iterator[None]:
-        with raise_on_all_ranks():
-            try:
-                yield
-            except (OSError, RuntimeError) as problem:
-                raise ConfigError(
-                    f"data offload: cannot reserve {format_bytes(size)} in {self._folder or 'host memory'}: "
-                    f"{first_line(problem)}; free space there, specify another folder with --data-offload-dir, or "
-                    "change megaclip.data_offload"
-                ) from None
+        problem = f"data offload: cannot reserve {format_bytes(size)} in {self._folder or 'host memory'}"
+        advice = "free space there, specify another folder with --data-offload-dir, or change megaclip.data_offload"
+        with raise_on_all_ranks(), os_errors_as(ConfigError, problem, advice, also=RuntimeError):
+            yield
 
     def _in_file(self, shape: tuple[int, ...], folder: Path) -> Tensor:
         with tempfile.TemporaryFile(dir=folder) as file:  # unlinked, so the system deletes it with the process

@@ -24,7 +24,7 @@ from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder, OpBuilder
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
 from filelock import FileLock, Timeout
 
-from megaclip.errors import ConfigError, os_reason
+from megaclip.errors import ConfigError, os_errors_as
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
@@ -99,14 +99,10 @@ def require_build_folder(names: list[str]) -> None:
     if all(installed_ops.get(name) for name in names):
         return
     folder = op_builds_root()
-    try:
+    problem = f"DeepSpeed's op {names[0]} needs the folder {folder}, which cannot be written"
+    with os_errors_as(ConfigError, problem, "set TORCH_EXTENSIONS_DIR to a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ConfigError(
-            f"DeepSpeed's op {names[0]} needs the folder {folder}, which cannot be written: {os_reason(error)}; set "
-            "TORCH_EXTENSIONS_DIR to a folder that can be written"
-        ) from None
 
 
 def _load_and_report(builder: OpBuilder, verbose: bool = True) -> Any:

@@ -3,7 +3,15 @@
 import pytest
 
 from megaclip.comm.collectives import raise_on_all_ranks
-from megaclip.errors import BusyError, ConfigError, DataError, first_line, nearest, refused_before_training
+from megaclip.errors import (
+    BusyError,
+    ConfigError,
+    DataError,
+    first_line,
+    nearest,
+    os_errors_as,
+    refused_before_training,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +45,24 @@ def test_a_value_of_any_length_is_shown_in_part() -> None:
 )
 def test_the_case_of_letters_and_the_separators_do_not_matter_for_the_nearest_word(word, known, expected) -> None:
     assert nearest(word, known) == f"; did you mean {expected!r}?"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(28, "No space left on device"), "cannot write a/b: No space left on device; free space"),
+        (PermissionError(13, "Permission denied", "a/b"), "cannot write a/b: Permission denied; free space"),
+        (PermissionError(13, "Permission denied", "a/b/c"), "cannot write a/b: a/b/c: Permission denied; free space"),
+        (RuntimeError("enforce fail\nframe #0"), "cannot write a/b: enforce fail; free space"),
+    ],
+)
+def test_an_error_of_the_system_names_its_file_once_and_remains_the_cause(error, expected) -> None:
+    with (
+        pytest.raises(ConfigError) as raised,
+        os_errors_as(ConfigError, "cannot write a/b", "free space", also=RuntimeError),
+    ):
+        raise error
+    assert str(raised.value) == expected and raised.value.__cause__ is error
 
 
 @pytest.mark.parametrize(

@@ -658,9 +658,9 @@ def test_data_that_may_not_be_read_is_one_error(tmp_path, monkeypatch):
         open_pairs([str(tmp_path / "pairs")], dataset_type="imagefolder")
     refused.append(str(tmp_path / "pairs"))
     monkeypatch.setattr(os, "listdir", refuse)
-    with pytest.raises(DataError, match=r"cannot read data '.*/pairs': .*pairs: Permission denied"):
+    with pytest.raises(DataError, match=r"cannot read data '.*/pairs': Permission denied"):
         open_pairs([str(tmp_path / "pairs")])
-    with pytest.raises(DataError, match=r"cannot read zero-shot data '.*/pairs': .*pairs: Permission denied"):
+    with pytest.raises(DataError, match=r"cannot read zero-shot data '.*/pairs': Permission denied"):
         open_labelled(tmp_path / "pairs")
 
 
