@@ -159,7 +159,8 @@ def save_with(files: CheckedFiles, engine: DeepSpeedEngine, folder: Path, tag: s
     try:
         engine.save_checkpoint(str(folder), tag=tag, save_latest=False, exclude_frozen_parameters=_has_adapters(engine))
     except OSError:  # run the collectives that it has skipped
-        getattr(engine.optimizer, "checkpoint_event_epilogue", lambda: None)()
+        if engine.zero_optimization_stage() == 3:
+            engine.optimizer.checkpoint_event_epilogue()
         dist.barrier()
         raise
     finally:

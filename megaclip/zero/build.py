@@ -37,7 +37,7 @@ from megaclip.zero.masters import write_masters
 from megaclip.zero.op_builds import prepare_ops, require_build_folder
 from megaclip.zero.optimizers import guard_gradients, needed_ops, step_without_history, timm_optimizer
 from megaclip.zero.parameter_groups import parameter_groups
-from megaclip.zero.parameters import is_partitioned
+from megaclip.zero.parameters import gathered_shape, is_partitioned
 from megaclip.zero.update import group_kernels
 
 logger = get_logger(__name__)
@@ -254,9 +254,9 @@ def _checkpoint_on_cpu(function: Callable[..., Any], *arguments: Any, **options:
 
 
 def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: DualEncoder, compiled: str) -> None:
-    sizes = [(getattr(p, "ds_numel", p.numel()), bool(getattr(p, "ds_persist", False))) for p in model.parameters()]
-    total = sum(size for size, _ in sizes)
-    partitioned = sum(size for size, persistent in sizes if not persistent) if config.zero_stage == 3 else 0
+    parameters: list[Any] = list(model.parameters())
+    total = sum(gathered_shape(parameter).numel() for parameter in parameters)
+    partitioned = sum(p.ds_numel for p in parameters if is_partitioned(p) and not p.ds_persist)
     options = ["activation checkpointing"] if config.activation_checkpointing else []
     options += [compiled] if compiled else []
     options += [f"{config.megaclip.layer_norm} layer norms"] if config.megaclip.layer_norm != "torch" else []
@@ -271,7 +271,7 @@ def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: DualEncode
         "model: %.1f M parameters%s in %s, ZeRO-%d on %d ranks, %.0f%% of the parameters partitioned, optimizer %s%s",
         whole / 1e6,
         f", {trained / 1e6:.1f} M of them trained," if trained < whole else "",
-        " and ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})),
+        " and ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})),
         config.zero_stage,
         dist.get_world_size(),
         100 * partitioned / total,

@@ -42,8 +42,8 @@ class MasterScalar:
             group = parameter.ds_process_group
             dist.broadcast(value, src=dist.get_global_rank(group, 0), group=group)
             return value
-        if hasattr(parameter, "_hp_mapping"):
-            return safe_get_full_fp32_param(parameter).detach()
+        if (master := safe_get_full_fp32_param(parameter)) is not None:
+            return master.detach()
         return parameter.detach().to(torch.float32, copy=True)  # ZeRO-0 is float32: no separate master
 
     @torch.no_grad()
@@ -55,8 +55,7 @@ class MasterScalar:
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(value)
         else:
-            if hasattr(parameter, "_hp_mapping"):
-                safe_set_full_fp32_param(parameter, value)
+            safe_set_full_fp32_param(parameter, value)  # nothing at ZeRO-0
             parameter.data.copy_(value)
 
 

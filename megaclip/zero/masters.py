@@ -42,7 +42,7 @@ class FlatGroup:
 def flat_groups(engine: DeepSpeedEngine) -> Iterator[FlatGroup]:
     """Yield the optimizer's tensors in the order in which its state dict numbers them."""
     optimizer: Any = engine.optimizer
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO-3
+    if (stage := engine.zero_optimization_stage()) == 3:
         rank = dist.get_rank(group=optimizer.dp_process_group)
         for flat, parameters in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
             slots, place = [], 0
@@ -52,7 +52,7 @@ def flat_groups(engine: DeepSpeedEngine) -> Iterator[FlatGroup]:
                 slots.append(Slot(engine.param_names[parameter], parameter.ds_shape, start, place, numel))
                 place += parameter.partition_numel()
             yield FlatGroup(flat, slots)
-    elif hasattr(optimizer, "single_partition_of_fp32_groups"):  # ZeRO-1 and 2
+    elif stage > 0:
         for flat, parameters in zip(optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups, strict=True):
             slots = []
             for parameter in parameters:
@@ -63,7 +63,7 @@ def flat_groups(engine: DeepSpeedEngine) -> Iterator[FlatGroup]:
                     place, start = mapping.get_hp_fragment_address(), mapping.lp_fragment_address.start
                     slots.append(Slot(name, shape, start, place.start, place.numel))
             yield FlatGroup(flat, slots)
-    else:  # ZeRO-0
+    else:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 slot = Slot(engine.param_names[parameter], parameter.shape, 0, 0, parameter.numel())
@@ -91,10 +91,10 @@ def write_masters(engine: DeepSpeedEngine, weights: Mapping[str, torch.Tensor]) 
 
 def publish_masters(engine: DeepSpeedEngine) -> None:
     """Give the model the values of the float32 masters, as DeepSpeed does after an update. All ranks must call it."""
-    optimizer = engine.optimizer
-    if hasattr(optimizer, "update_lp_params"):  # ZeRO-1 and 2
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage in (1, 2):
         optimizer.update_lp_params()
-    elif hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO-3
+    elif stage == 3:
         optimizer.checkpoint_event_prologue()
         for group in range(len(optimizer.fp32_partitioned_groups_flat)):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)

@@ -23,6 +23,7 @@ from megaclip.checkpoint.deepspeed_files import loading
 from megaclip.checkpoint.saved_states import FP32, WORKING, SavedStates
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.zero.masters import FlatGroup, Slot, flat_groups, publish_masters
+from megaclip.zero.parameters import is_partitioned
 
 
 def load_checkpoint(engine: DeepSpeedEngine, folder: Path) -> None:
@@ -37,7 +38,7 @@ def load_checkpoint(engine: DeepSpeedEngine, folder: Path) -> None:
     Raises:
         CheckpointError: on every rank, if the files cannot be read or do not contain the engine's parameters.
     """
-    is_zero_3 = hasattr(engine.optimizer, "checkpoint_event_prologue")
+    is_zero_3 = engine.zero_optimization_stage() == 3
     if is_zero_3:
         engine.optimizer.checkpoint_event_prologue()
     with raise_on_all_ranks(), loading(folder):
@@ -90,7 +91,7 @@ def _fill_frozen(engine: DeepSpeedEngine, saved: SavedStates) -> None:
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad or engine.module.base_sha256 is not None:  # --pretrained has those below adapters
             continue
-        if hasattr(parameter, "ds_tensor"):
+        if is_partitioned(parameter):
             part, shape = parameter.ds_tensor, parameter.ds_shape
             start = dist.get_rank(group=engine.data_parallel_group) * part.numel()
         else:
