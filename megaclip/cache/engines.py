@@ -126,6 +126,7 @@ def _reduced_at_exit(module: DistributedDataParallel) -> Iterator[None]:
         yield
     wrapped = module.module
     module.module = _Touch(wrapped)
+    module.require_forward_param_sync = False  # DDP fails to broadcast buffers, of which _Touch has none
     try:
         module(torch.zeros(())).backward()
     finally:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megaclip.cache.engines import modules_of, partitions_parameters, passes_of
-from megaclip.cache.inputs import Chunks, blank_of, divided, elements_of
+from megaclip.cache.inputs import Chunks, divided, elements_of
 from megaclip.cache.kept_graphs import GraphBudget
 from megaclip.cache.passes import Outputs, Passes, Role, restored
 from megaclip.comm.collectives import average_over_ranks, gather_integers, raise_on_all_ranks
@@ -324,10 +324,7 @@ class _EncodedChunks:
         self.index, self.encoded, self.count, self.kept = index, encoded, max(1, count), 0
         self.is_trained, self.is_whole = True, count == 0
         self._chunks, self._order, self._cache = chunks.inputs, chunks.order, cache
-        self._own = len(chunks.inputs)
-        if chunks.is_empty and cache.gathers_parameters:
-            # Modules may skip work without rows, as dropout does. Ranks would then gather in different orders.
-            self._chunks, self._own = [blank_of(chunks.inputs[0])], 0
+        self._own = 0 if chunks.is_empty else len(chunks.inputs)
         self._states: list[Any] = []
         self._features: list[Tensor] = []
         self._gradients: list[Tensor] = []

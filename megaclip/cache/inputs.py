@@ -24,7 +24,7 @@ class Chunks:
     order: Tensor | None = None
     """Sample at each position of the chunks, (n,) int64. None: the samples are in their order."""
     is_empty: bool = False
-    """The only chunk has no rows."""
+    """There are no samples. The only chunk is a row of zeros."""
 
 
 def divided(inputs: Any, chunk: int | None, tokens: int | None, split: Callable[[Any], list[Any]] | None) -> Chunks:
@@ -34,14 +34,18 @@ def divided(inputs: Any, chunk: int | None, tokens: int | None, split: Callable[
         if not chunks:
             raise DataError("Encoded(..., split=...): the function returned no chunks; return at least one")
         return Chunks(chunks)
+    leaves = list(_leaves(inputs))
+    if leaves and not any(isinstance(leaf, list) or len(leaf) for leaf in leaves):
+        # Modules may fail without rows, as attention does, or skip work, as dropout does. With partitioned parameters
+        # ranks would then gather in different orders.
+        return Chunks([blank_of(inputs)], is_empty=True)
     if tokens is not None:
         return _by_tokens(inputs, tokens)
     if chunk is None:
         return Chunks([inputs])
     count = samples_of(inputs)
-    starts = range(0, max(count, 1), chunk)  # a rank without hard negatives encodes one chunk without rows
-    rows = [_rows(inputs, slice(start, min(start + chunk, count))) for start in starts]
-    return Chunks(rows, is_empty=count == 0)
+    starts = range(0, max(count, 1), chunk)  # an empty list is one chunk
+    return Chunks([_rows(inputs, slice(start, min(start + chunk, count))) for start in starts])
 
 
 def elements_of(inputs: Any) -> int:
@@ -50,7 +54,7 @@ def elements_of(inputs: Any) -> int:
 
 
 def blank_of(inputs: Any, name: str = "") -> Any:
-    """Return one row of zeros in the structure of `inputs`, with a mask of ones. Lists have no such row, and stay."""
+    """Return one row of zeros in the structure of `inputs`, with a mask of ones."""
     if isinstance(inputs, Tensor) and inputs.dim() > 0:
         return inputs.new_full((1, *inputs.shape[1:]), name == "attention_mask")
     if isinstance(inputs, np.ndarray) and inputs.ndim > 0:
@@ -88,7 +92,7 @@ def _by_tokens(inputs: Any, tokens: int) -> Chunks:
         rows = order[start:end].to(mask.device)
         chunks.append(_cut(_rows(inputs, rows), mask.shape, lengths[start]))
         start = end
-    return Chunks(chunks, order) if chunks else Chunks([_rows(inputs, slice(0, 0))], is_empty=True)
+    return Chunks(chunks, order) if chunks else Chunks([inputs])
 
 
 def _cut(inputs: Any, shape: torch.Size, length: int) -> Any:

@@ -89,10 +89,11 @@ class Encoder(nn.Module):
             self.requires_grad_(False)
             self.adapter = nn.Sequential(nn.Linear(INPUTS, 2, bias=False), nn.Linear(2, 8, bias=False))
         self.dropout, self.checkpoints = nn.Dropout(0.3 if row.drops else 0.0), row.checkpoints
+        self.register_buffer("positions", torch.arange(4))
 
     def hidden(self, x: Tensor) -> Tensor:
         adapted = self.first(x) if self.adapter is None else self.first(x) + self.adapter(x)
-        return self.dropout(torch.tanh(adapted))
+        return self.dropout(torch.tanh(adapted).view(len(x), -1, 2).flatten(1))  # as attention: fails without rows
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = checkpoint(self.hidden, x, use_reentrant=False) if self.checkpoints else self.hidden(x)
@@ -158,10 +159,8 @@ def oracle(row: Row) -> tuple[float, dict[str, Tensor]]:
                 encoded = model(name, chunks[min(chunk, len(chunks) - 1)])
                 features[role] += [encoded] * (chunk < len(chunks))
         if row.negatives:
-            chunks = list(negatives_of(row, rank, torch.float64).split(2))
-            for chunk in range(2):
-                encoded = model(ROLES[row.encoders][1], chunks[min(chunk, len(chunks) - 1)])
-                negatives += [encoded] * (chunk < len(chunks))
+            chunks = negatives_of(row, rank, torch.float64).split(2)
+            negatives += [model(ROLES[row.encoders][1], chunk) for chunk in chunks if len(chunk)]
     x, y, *others = (torch.cat(each) for each in features)
     scale, labels = model.log_scale.exp(), torch.arange(len(x))
     logits = scale * x @ y.T
