@@ -8,6 +8,7 @@ that rank raises PyTorch's error, and the others an error that names the rank.
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,25 +31,24 @@ def check_features(
     *,
     settings: LossSettings,
     ranks: RankGroup,
-    gradients: bool = False,
+    **call: Any,
 ) -> int:
     """Raise DataError on all ranks unless all have features (b, D) of one shape and dtype and scalars of one element.
 
     Return the largest number of negatives of a rank. further: the tensors `_FURTHER`, which `SummedLoss.forward`
-    documents. gradients: True if the sums of a backward pass are computed. These must be equal on all ranks
-    too: the settings, except those of the tiles of a rank, which of `_FURTHER` are given, and gradients. Without an
-    error the only communication is one gather of four integers, and none on one rank.
+    documents. call: other arguments of this call, by name. These must be equal on all ranks too: the settings,
+    except those of the tiles of a rank, which of `_FURTHER` are given, and the call. Without an error the only
+    communication is one gather of four integers, and none on one rank.
     """
     meaning = getattr(settings, "ids", "ignore")
     problem: Exception | None = None
-    common, features = settings.model_dump(exclude={"implementation", "tile_budget_mib"}), ""
+    common, features = settings.model_dump(exclude={"implementation", "tile_budget_mib"}) | call, ""
     signature = [-1, 0, 0, 0]
     try:
         where = f"on rank {ranks.rank}"
         _check_own(image_features, text_features, logit_scale, logit_bias, where)
         _check_further(image_features, dict(zip(_FURTHER, further, strict=True)), meaning, where)
         given = [f" with {name}" for name, tensor in zip(_FURTHER, further, strict=True) if tensor is not None]
-        given += [" with gradients"] if gradients else []
         kind = "CPU" if image_features.device.type == "cpu" else "accelerator"  # a collective cannot combine both
         features = f"{tuple(image_features.shape)} {image_features.dtype} ({kind}){''.join(given)}"
         digest = int.from_bytes(hashlib.sha256(f"{common} {features}".encode()).digest()[:7], "big")
@@ -71,12 +71,12 @@ def check_features(
             if other[0].get(name) != value:
                 raise DataError(
                     f"{name} of the loss is {value!r} on rank 0 and {other[0].get(name)!r} on rank {rank}; construct "
-                    "the loss with the same settings on all ranks"
+                    "and call the loss in the same way on all ranks"
                 )
         raise DataError(
             f"the features are {first[1]} on rank 0 and {other[1]} on rank {rank}; expected one shape and dtype on "
-            "all ranks, on CPUs or on accelerators, the same arguments, and gradients on all ranks or on none: give "
-            "every rank the same local batch, and drop a shorter last one"
+            "all ranks, on CPUs or on accelerators, and the same arguments: give every rank the same local batch, and "
+            "drop a shorter last one"
         )
     return max(count for count, *_ in signatures)
 

@@ -180,7 +180,9 @@ class SummedLoss(BatchLoss):
 
     def checked_way(self, inputs: LossInputs, *, ranks: RankGroup, gradients: bool) -> Way:
         """Return the way of a step. Raises DataError on all ranks if the arguments do not fit together."""
-        negatives = check_features(*inputs[:4], inputs[4:], settings=self.settings, ranks=ranks, gradients=gradients)
+        negatives = check_features(
+            *inputs[:4], inputs[4:], settings=self.settings, ranks=ranks, requires_grad=gradients
+        )
         sent = 0 if inputs.negative_rows is not None else negatives
         named: dict[str, Any] = {"settings": self.settings, "tiles": self.tiles, "cost": self.cost, "negatives": sent}
         return make_way(inputs.x, ranks=ranks, **named)

@@ -55,11 +55,12 @@ class DistillationLoss(BatchLoss):
         teacher_image_features, teacher_text_features: (b, E) of unit length, without gradients, of any floating dtype.
         They are multiplied in the student's format. teacher_logit_scale: as logit_scale.
 
-        Raises DataError, on all ranks, if the student's features of the ranks do not fit together.
+        Raises DataError, on all ranks, if the features of the ranks do not fit together.
         """
         x, ranks = image_features, resolve(self.group)
         student = LossInputs(x, text_features, as_scalar(logit_scale, x))
-        check_features(*student[:3], settings=self.settings, ranks=ranks)
+        shapes = [tuple(getattr(one, "shape", ())) for one in (teacher_image_features, teacher_text_features)]
+        check_features(*student[:3], settings=self.settings, ranks=ranks, teacher_shapes=shapes)
         cost = LOSS_COSTS["clip"]
         way = make_way(x, ranks=ranks, settings=self.settings, tiles=self.tiles, cost=cost, need_dots=True)
         u, v = (features.detach().to(x.dtype) for features in (teacher_image_features, teacher_text_features))

@@ -189,7 +189,10 @@ class FastClipLoss(BatchLoss):
             return call(self.forward, image_features, text_features, logit_scale, **options)
         ranks = resolve(self.group)
         own_scale = self.temperature.log_scale.detach().exp()
-        check_features(image_features, text_features, own_scale, settings=self.settings, ranks=ranks)
+        tensors = (image_features, text_features, self.temperature.log_scale)
+        gradients = torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors)
+        call = {"requires_grad": gradients, "training": self.training, "epoch": epoch}
+        check_features(image_features, text_features, own_scale, settings=self.settings, ranks=ranks, **call)
         if len(image_features) * ranks.size < 2:
             raise DataError("the batch of all ranks is 1 sample, which has no negatives; expected at least 2 samples")
         with raise_on_all_ranks(group=ranks):

@@ -23,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 from megaclip.comm.groups import group_rank, group_size, resolve
 from megaclip.errors import MegaclipError
 from megaclip.losses import ClipLoss, FastClipLoss, SigLipLoss
+from megaclip.losses.distillation import DistillationLoss
 from megaclip.open_clip_package import import_open_clip
 from tests.distributed.harness import run_ranks
 from tests.reference import info_nce
@@ -248,6 +249,10 @@ def check_errors() -> list[str]:
     def no_gradients() -> Tensor:
         return ClipLoss()(torch.randn(4, 5, requires_grad=not last), torch.randn(4, 5), 10.0)
 
+    def other_teacher() -> Tensor:
+        good = torch.randn(4, 5)
+        return DistillationLoss()(good, good, 10.0, good, torch.randn(4, 6) if last else good, 10.0)
+
     found = expect_same_error(no_images, "image_features is a NoneType on rank")
     found += expect_same_error(no_number(None), "logit_scale is a NoneType on rank")
     found += expect_same_error(no_number([10.0]), "logit_scale is a list on rank")
@@ -268,7 +273,8 @@ def check_errors() -> list[str]:
             f"(4, 5) torch.float32 (CPU) on rank 0 and (3, 5) torch.float32 (CPU) on rank {group_size() - 1}",
         )
         found += expect_same_error(other_dtype, "torch.bfloat16 (CPU) on rank")
-        found += expect_same_error(no_gradients, "torch.float32 (CPU) with gradients on rank 0 and (4, 5)")
+        found += expect_same_error(no_gradients, "requires_grad of the loss is True on rank 0 and False on")
+        found += expect_same_error(other_teacher, "teacher_shapes of the loss is [(4, 5), (4, 5)] on rank 0 and")
         for loss in (ClipLoss, SigLipLoss):
             differing = "exchange of the loss is 'auto' on rank 0 and 'ring' on rank"
             found += expect_same_error(other_way(loss), differing)

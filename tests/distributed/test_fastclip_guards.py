@@ -267,6 +267,18 @@ def check_that_ids_are_refused_on_every_rank() -> None:
     assert loss.fetch(ids).rows().shape == (3, 2)
 
 
+def check_that_calls_in_different_ways_are_refused_on_every_rank() -> None:
+    loss = make_loss("fastclip_v3")
+    x, y, ids = batch_of(1)
+    is_last = group_rank() == group_size() - 1
+    with pytest.raises(DataError, match=r"epoch of the loss is 0\.0 on rank 0 and 1\.5 on rank 1"):
+        loss(x, y, ids=ids, epoch=1.5 * is_last)
+    with torch.set_grad_enabled(not is_last), pytest.raises(DataError, match="requires_grad of the loss is True on ra"):
+        loss(x, y, ids=ids, epoch=0.0)
+    with pytest.raises(DataError, match="training of the loss is True on rank 0 and False on rank 1"):
+        loss.train(not is_last)(x, y, ids=ids, epoch=0.0)
+
+
 def check_a_loss_that_was_constructed_too_early(store: str) -> None:
     """Check that a loss created before distributed training is refused: each rank would keep the whole state."""
     rank, size = group_rank(), group_size()
@@ -283,6 +295,7 @@ def run_checks(store: str) -> None:
     check_that_nothing_infinite_is_written()
     check_copies_in_the_middle_of_a_step()
     check_that_ids_are_refused_on_every_rank()
+    check_that_calls_in_different_ways_are_refused_on_every_rank()
     check_a_loss_that_was_constructed_too_early(store)
 
 
