@@ -43,8 +43,8 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def log_once(log: Callable[[str], None], message: str) -> None:
-    """Call `log(message)` unless this process has done so before. log: a logger's `info` or `warning`."""
-    if message not in _seen:
+    """Call `log(message)` on rank 0, unless this process has done so before. log: a logger's `info` or `warning`."""
+    if message not in _seen and rank_from_environment() == 0:
         _seen.add(message)
         log(message)
 

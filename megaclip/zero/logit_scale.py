@@ -19,7 +19,6 @@ from deepspeed.utils import (
     safe_set_local_fp32_param,
 )
 
-from megaclip.comm.groups import group_rank
 from megaclip.logging import get_logger, log_once
 from megaclip.zero.parameters import is_partitioned
 
@@ -84,8 +83,7 @@ class LogitScale(MasterScalar):
         outcome = f"becomes {maximum:.4g} at the first update"
         if raises_maximum:
             outcome, self.maximum = "is the bound of this run; --logit-scale-max sets another one", value
-        if group_rank() == 0:
-            log_once(logger.warning, f"a logit scale of {scale:.4g} is above {maximum:.4g}: it {outcome}")
+        log_once(logger.warning, f"a logit scale of {scale:.4g} is above {maximum:.4g}: it {outcome}")
 
     @torch.no_grad()
     def clamp_(self) -> torch.Tensor:
