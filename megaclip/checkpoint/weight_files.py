@@ -124,7 +124,8 @@ def _weights_file(path: Path) -> Path:
         if (path / name).is_file():
             return path / name
     refuse_run(path)
-    raise CheckpointError(f"{path} holds no weights; expected {WEIGHTS_NAME} in it")
+    names = ", ".join(WEIGHTS_NAMES)
+    raise CheckpointError(f"{path} holds no weights; expected one of {names}; give a file of another name by its path")
 
 
 def _in_parts(index: Path) -> dict[str, Any]:

@@ -161,6 +161,13 @@ def test_what_is_not_read_is_named(tmp_path, kind):
     assert "\n" not in str(error.value) and str(path) in str(error.value)
 
 
+def test_a_folder_with_another_name_lists_the_names_that_are_read(tmp_path):
+    (path := tmp_path / "model.fp16.safetensors").write_bytes(save(ONE))
+    with pytest.raises(CheckpointError, match=r"one of .*, model\.safetensors, .*; give a file of another name by its"):
+        read_tensors(tmp_path)
+    assert read_tensors(path).keys() == ONE.keys()
+
+
 def with_pickle(source: Path, target: Path, content: bytes) -> Path:
     """Write a TorchScript archive with another data.pkl."""
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
