@@ -39,9 +39,11 @@ print("torch" in sys.modules, "deepspeed" in sys.modules)
 import megaclip.ops.tiles
 print("deepspeed" in sys.modules)
 
+import torch.distributed.fsdp
+imported_by_torch = "torch._dynamo" in sys.modules  # 2.8
 from megaclip import ClipLoss
 import deepspeed.ops, megaclip.models, megaclip.planner, torch
-print("torch._dynamo" in sys.modules)
+print("torch._dynamo" in sys.modules and not imported_by_torch)
 from deepspeed.accelerator import get_accelerator
 builder = get_accelerator().create_op_builder("ContrastiveTilesBuilder")
 print(builder.name, torch.ops.megaclip.clip_loss, deepspeed.ops.__compatible_ops__[builder.name])
