@@ -90,6 +90,8 @@ def _split(words: list[str]) -> tuple[list[str], int | None, dict[str, list[str]
             words = shlex.split(starts[0] if starts else " ".join(lines))
         except ValueError as error:
             raise ConfigError(f"the quoted command cannot be split into words: {error}") from None
+        operators = (at for at, word in enumerate(words) if re.match(r"\d*>|[|&]", word))  # 2>&1 | tee log
+        words = words[: next((at for at in operators if words[at - 1] != "--csv-separator"), None)]
     trainers = [index for index, word in enumerate(words) if re.search(r"(^|[/.])main(\.py)?$", word)]
     if not trainers and not (words and words[0].startswith("--")):
         raise ConfigError("the command has no open_clip_train.main; give open_clip's command, or only its flags")

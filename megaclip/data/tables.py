@@ -226,9 +226,11 @@ class Table:
         if not isinstance(value, str) or not value:
             got = f": expected the bytes or the path of a file, got {type(value).__name__}" if value else ""
             raise BadSample("missing image", key + got)
-        where = f" in {folder} or in the working directory; --image-root names another folder" if folder else ""
+        where = f" in {folder or '.'} or in the working directory; --image-root names another folder"
         if self._image_root:
             where = "; --image-root is its folder"
+        if os.path.isabs(value):
+            where = ""
         if "\\" in value and os.path.isfile(self._path(value.replace("\\", "/"), folder)):
             where = ", but would be one with / instead of \\"
         return read_file(self._path(value, folder), "image", key, where)

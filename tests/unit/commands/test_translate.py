@@ -155,6 +155,8 @@ def test_every_flag_without_an_equivalent_is_named_with_the_reason(run):
             'torchrun --node_rank "$RANK" -m --',
         ),
         ("deepspeed --num_gpus 2 src/training/main.py FLAGS \\", "deepspeed --num_gpus 2 --module"),
+        ("nohup torchrun -m training.main FLAGS > log 2>&1 &", "nohup torchrun -m --"),
+        ("torchrun -m training.main --csv-separator '|' FLAGS 2>&1 | tee log", "torchrun -m --"),
     ],
 )
 def test_one_quoted_command_is_split_as_by_a_shell(run, command, launcher):

@@ -200,7 +200,7 @@ def test_tables_in_several_folders_do_not_take_each_others_images(tmp_path):
     assert len(open_pairs([str(tmp_path / "a")], dataset_type="parquet")) == 1  # a folder stands for its files
 
 
-def test_the_folder_of_the_images_of_a_table(tmp_path):
+def test_the_folder_of_the_images_of_a_table(tmp_path, monkeypatch):
     """A table beside or far from the folder of its images. Equal names beside the table must not be used instead."""
     fill(tmp_path, {"pictures/0.png": 1, "0.png": 0, "pairs.csv": "filename,caption\n0.png,a\n"})
     rows = pyarrow.table({"filename": ["0.png"], "caption": ["a"]})
@@ -226,8 +226,13 @@ def test_the_folder_of_the_images_of_a_table(tmp_path):
     with pytest.raises(BadSample, match="is not a file, but would be one with / instead of"):
         open_pairs([str(tmp_path / "windows.csv")]).read(0)
     (tmp_path / "0.png").unlink()
-    with pytest.raises(BadSample, match=r"pairs.csv row 1: '0.png' is.*; --image-root names another folder"):
-        open_pairs([str(tmp_path / "pairs.csv")]).read(0)
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / "pairs.csv", "pairs.csv"):
+        with pytest.raises(BadSample, match=r"pairs.csv row 1: '0.png' is.*; --image-root names another folder"):
+            open_pairs([str(path)]).read(0)
+    (tmp_path / "absolute.csv").write_text(f"filename,caption\n{tmp_path}/0.png,a\n")
+    with pytest.raises(BadSample, match=r"0.png' is not a file$"):
+        open_pairs(["absolute.csv"], image_root="pictures").read(0)
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
