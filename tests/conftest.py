@@ -1,9 +1,10 @@
-"""Mark the tests that compare floating-point numbers: `pytest -m numbers` runs them.
+"""Mark the tests that compare floating-point numbers: `pytest -m numbers` runs them. Record megaclip's log lines.
 
 A test is marked if its module imports the table of bounds, or the tile cases that use it. The results of these tests
 depend on the processor. `make test-portable` repeats them with other settings.
 """
 
+import logging
 import multiprocessing
 import re
 from functools import cache
@@ -23,6 +24,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if compares_numbers(item.path):
             item.add_marker(pytest.mark.numbers)
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """Return pytest's record of log lines, with those of megaclip's logger, which has a handler of its own."""
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    return caplog
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """Return the record of warnings and errors."""
+    caplog.set_level(logging.WARNING)
+    return caplog
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

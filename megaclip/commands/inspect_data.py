@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaclip.commands.argument_types import CommandParser, add_reading_flags, integer, number, reading_flags
 from megaclip.config import TrainArguments
-from megaclip.errors import ConfigError, DataError
+from megaclip.errors import ConfigError, DataError, os_errors_as
 
 if TYPE_CHECKING:
     from megaclip.data.inspection import Look
@@ -145,7 +145,6 @@ def draw_pictures(look: Look, samples: int, path: str) -> None:
     from megaclip.evaluation.pictures import contact_sheet
 
     sheet = contact_sheet(f"{len(look.pictures)} of {samples:,} samples, as the model sees them", look.pictures)
-    try:
+    problem = f"--pictures {path!r} cannot be written"
+    with os_errors_as(ConfigError, problem, "use a name such as sheet.png", also=ValueError):
         Image.fromarray(sheet.transpose(1, 2, 0)).save(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--pictures {path!r} cannot be written ({error}); use a name such as sheet.png") from None

@@ -21,6 +21,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from megaclip.cache.passes import Passes
 from megaclip.comm.groups import resolve
+from megaclip.comm.parallelism import ONE_RANK
 from megaclip.models.packing import Pieces
 from megaclip.step import caption_chunks, gradient_cache
 from megaclip.step.batch import Tower
@@ -340,22 +341,26 @@ def test_zero_3_frees_parameters_during_the_backward_passes_of_kept_graphs() -> 
     assert kept <= encoded_again < without
 
 
-def pieces_of_own_captions(lengths: list[list[int]]) -> list[Pieces]:
-    """Return the pieces of one chunk and of two chunks. lengths: numbers of tokens of each rank's captions."""
+def pieces_of_own_captions(lengths: list[list[int]]) -> list[list[Pieces]]:
+    """Return the pieces of one chunk and of two chunks, cut alone and with the other ranks.
+
+    lengths: numbers of tokens of each rank's captions.
+    """
     text, own = CAPTION_MODEL.text_cfg, lengths[dist.get_rank()]
     tokens = torch.full((len(own), text.context_length), 3)
     tokens[range(len(own)), [length - 1 for length in own]] = text.eos_id
-    chunks = [CaptionChunks.cut(tokens, count, text, ranks=resolve()) for count in (1, 2)]
-    return [pieces for of_count in chunks for pieces in of_count.pieces]
+    return [
+        [pieces for count in (1, 2) for pieces in CaptionChunks.cut(tokens, count, text, ranks=ranks).pieces]
+        for ranks in (ONE_RANK, resolve())
+    ]
 
 
 def test_ranks_cut_at_the_lengths_of_the_longest_captions_of_any_rank() -> None:
     """The ranks then compile the same shapes in the same step."""
     lengths = [[20, 1, 10, 1, 3, 1, 3, 1], [9, 1, 1, 9, 9, 1, 1, 1]]
-    alone = [run_ranks(pieces_of_own_captions, 1, [own])[0] for own in lengths]
-    assert alone == [
+    alone, together = zip(*run_ranks(pieces_of_own_captions, 2, lengths), strict=True)
+    assert list(alone) == [
         [((1, 24), (1, 16), (6, 8)), ((4, 24),), ((4, 8),)],
         [((4, 16), (4, 8)), ((4, 16),), ((4, 8),)],
     ]
-    for found in run_ranks(pieces_of_own_captions, 2, lengths):
-        assert found == [((1, 24), (3, 16), (4, 8)), ((4, 24),), ((4, 8),)]
+    assert list(together) == [[((1, 24), (3, 16), (4, 8)), ((4, 24),), ((4, 8),)]] * 2

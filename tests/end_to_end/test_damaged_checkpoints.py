@@ -21,6 +21,7 @@ from megaclip.checkpoint.open_clip_directory import export_checkpoint
 from megaclip.commands import check_checkpoint, evaluate
 from megaclip.errors import CheckpointError
 from tests.end_to_end.training_runs import DS_CONFIG, WORLD_SIZE, Finished, flags, run_in_ranks, scalars
+from tests.unit.checkpoint.test_manifest import flip_a_bit
 
 STEPS, EVERY, LAST = 4, 1, 3
 SCHEDULE = {"train_steps": STEPS, "save_every_steps": EVERY, "keep_last": 9}
@@ -36,12 +37,6 @@ class Malicious:
 
     def __reduce__(self) -> tuple[Callable, tuple]:
         return os.mkdir, (str(self.evidence),)
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def plant_code(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import logging
 import os
 import resource
 import sys
@@ -241,8 +240,7 @@ def test_import_keeps_the_card_and_the_tokenizer_of_a_directory(tmp_path, export
     assert_same_weights(load_pretrained(build_model(config), tmp_path / "out"), model)
 
 
-def test_import_with_a_model_of_other_features_gives_a_warning(tmp_path, exported, config, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+def test_import_with_a_model_of_other_features_gives_a_warning(tmp_path, exported, config, caplog):
     other = {**config.to_open_clip(), "quick_gelu": not config.quick_gelu}
     (tmp_path / "other.json").write_text(json.dumps(other))
     assert import_weights(exported, tmp_path / "out", str(tmp_path / "other.json")).complete

@@ -1,7 +1,6 @@
 """The checkpoint that is resumed, the checkpoints that are deleted, and the output of `megaclip check`."""
 
 import json
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -26,12 +25,6 @@ def folder(tmp_path: Path) -> Path:
     for step in (1, 2, 3):
         save(folder, step, f"step {step}", keep_last=9, run="this run")
     return folder
-
-
-@pytest.fixture
-def warnings(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
-    return caplog
 
 
 def damage(folder: Path, step: int) -> None:

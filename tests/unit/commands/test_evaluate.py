@@ -2,7 +2,6 @@
 
 import io
 import json
-import logging
 import os
 import shutil
 import sys
@@ -232,13 +231,6 @@ def test_the_pairs_that_a_run_held_out_are_evaluated_again(
     assert 0 < len(held_out) < COUNT and f"retrieval, {len(held_out)} captions" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         run(monkeypatch, folder / "model", *flags, 1.5)
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
-    caplog.set_level(logging.WARNING)
-    return caplog
 
 
 def test_the_tokenizer_is_compared_with_that_of_the_model(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:

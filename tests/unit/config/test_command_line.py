@@ -1,7 +1,6 @@
 """The command line: open_clip's flags, readable errors, and no overlap with ds_config.json."""
 
 import importlib.util
-import logging
 import re
 import sys
 from pathlib import Path
@@ -193,7 +192,6 @@ def test_a_missing_flag_is_named():
 def test_the_first_rank_logs_an_error_at_once_and_the_others_wait(monkeypatch, caplog, rank, patience_s, speaks):
     """The first rank logs at once. The other ranks wait, because the first one usually ends them."""
     monkeypatch.setenv("LOCAL_RANK", rank)
-    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
     argv = ["--deepspeed_config", "nowhere.json", "--model", "x", "--train-data", "y"]
     assert main(argv, other_ranks_delay_s=patience_s) == ConfigError.exit_code
     assert ("nowhere.json" in caplog.text) == speaks

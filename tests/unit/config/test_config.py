@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -401,8 +400,7 @@ def test_bf16_accumulation_of_many_chunks_by_default_is_warned_of(
     assert config.accumulates_in_bf16 == ((coalesce, dtype) in rounds)
 
 
-def test_set_replaces_adds_and_removes_settings(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+def test_set_replaces_adds_and_removes_settings(tmp_path, caplog):
     changes = [
         "optimizer.params.betas=[0.8, 0.9]",
         "optimizer.params.lr=.1",  # not JSON, but a number

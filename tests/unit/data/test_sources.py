@@ -669,12 +669,11 @@ def test_data_that_may_not_be_read_is_one_error(tmp_path, monkeypatch):
         open_labelled(tmp_path / "pairs")
 
 
-def test_classes_without_images_or_with_the_name_of_another_are_reported(tmp_path, caplog, monkeypatch):
+def test_classes_without_images_or_with_the_name_of_another_are_reported(tmp_path, caplog):
     """open_clip's class names for ImageNet have two such pairs: their images are never correct at top-1.
 
     Archives made on macOS contain a folder __MACOSX. It must not silently become a class.
     """
-    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
     open_labelled(fill(tmp_path, {"crane_bird/0.png": 0, "crane_machine/0.png": 1, "dog/0.png": 2}))
     assert "WARNING" not in caplog.text
     open_labelled(fill(tmp_path, {"__MACOSX/cat/._0.png": b"\0\5\26\7"}))
@@ -741,9 +740,8 @@ def test_folders_that_are_no_classes_are_refused(tmp_path, files, message, more,
     ],
 )
 @pytest.mark.parametrize("inside", ["", "images/"])
-def test_the_lines_of_class_names_belong_to_the_numbers_of_folders(tmp_path, caplog, monkeypatch, names, how, inside):
+def test_the_lines_of_class_names_belong_to_the_numbers_of_folders(tmp_path, caplog, names, how, inside):
     """`names` are in the order of their numbers. If they could also be in another one, they are refused."""
-    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
     fill(tmp_path, {f"{name}/{inside}0.png": number for number, name in enumerate(names)})
     assert len(open_labelled(tmp_path)) == len(names)  # without names in a file, the order has no effect
     assert ("the prompts name the classes by numbers" in caplog.text) == all(map(str.isdecimal, names))

@@ -6,7 +6,6 @@ import fcntl
 import gzip
 import io
 import json
-import logging
 import lzma
 import multiprocessing
 import os
@@ -110,12 +109,11 @@ def damaged_shards(content: bytes, other: bytes) -> dict[str, tuple[bytes, int, 
 
 
 @pytest.mark.parametrize("name", damaged_shards(*WHOLE))
-def test_a_damaged_shard_yields_its_complete_samples_and_is_reported(tmp_path, caplog, monkeypatch, name):
+def test_a_damaged_shard_yields_its_complete_samples_and_is_reported(tmp_path, caplog, name):
     """No sample may be lost silently."""
     content, complete, damage = damaged_shards(*WHOLE)[name]
     path, whole = write_shards(tmp_path, [5, 1])
     path.write_bytes(content)
-    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
     shards = TarShards([path, whole])
     assert captions(shards) == [*(f"caption {number}" for number in range(complete)), "caption 5"]
     assert shards.account.problems["damaged shard"] == 1 and f"{path.name} ({damage}" in caplog.text
@@ -190,7 +188,7 @@ def _must_not_walk(*_, **__):
 @pytest.mark.parametrize(
     "damaged", ["truncated.npy", "empty.npy", "no.npy", "longer.npy", "truncated.json", "other.json"]
 )
-def test_a_damaged_index_is_made_again(tmp_path, caplog, monkeypatch, damaged):
+def test_a_damaged_index_is_made_again(tmp_path, caplog, damaged):
     """A truncated array would be mapped into memory, and reading past its end would kill the process."""
     paths = write_shards(tmp_path, [4, 5])
     expected = captions(TarShards(paths))
@@ -206,7 +204,6 @@ def test_a_damaged_index_is_made_again(tmp_path, caplog, monkeypatch, damaged):
     }[damaged]
     file = array if damaged.endswith("npy") else manifest
     file.unlink() if content is None else file.write_bytes(content)
-    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
     shards = TarShards(paths)
     assert "is damaged and is rebuilt" in caplog.text
     assert captions(shards) == expected == [f"caption {number}" for number in range(9)]

@@ -95,9 +95,8 @@ def test_a_damaged_record_is_deleted(tmp_path, content):
     ],
 )
 def test_the_report_names_the_command_that_exports_what_was_evaluated(
-    tmp_path, caplog, monkeypatch, folder, evaluated, resumed, words
+    tmp_path, caplog, folder, evaluated, resumed, words
 ):
-    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
     caplog.set_level(logging.INFO, "megaclip")
     best = best_of(tmp_path / folder, **evaluated)
     best.report()

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -116,13 +115,6 @@ def test_cards_of_towers_supply_the_settings_of_their_tower(folder: Path) -> Non
     text = read(folder, "--model", "demo-tiny", "--pretrained-text", exported)
     assert text.preprocess_cfg["mean"] == list(OPENAI_PREPROCESS["mean"])
     assert text.tokenizer.files == (folder / "exported" / "tokenizer.model",)
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
-    caplog.set_level(logging.WARNING)
-    return caplog
 
 
 @pytest.mark.parametrize(("tower", "unit"), [("image", "groups"), ("text", "layers")])

@@ -1,7 +1,6 @@
 """settings.json: changed settings of a resumed run are logged by name. metrics.json: the step that was evaluated."""
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ SETTINGS = {
 }
 
 
-def test_changed_settings_of_a_resumed_run_are_reported_with_both_values(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+def test_changed_settings_of_a_resumed_run_are_reported_with_both_values(tmp_path, caplog):
     (tmp_path / "settings.json").write_text(json.dumps(SETTINGS))
     now = json.loads(json.dumps(SETTINGS))
     now["arguments"] |= {"name": "b", "resume": "auto", "aug_scale": (0.9, 1.0), "set": ["optimizer.params.lr=0.001"]}

@@ -1,7 +1,6 @@
 """The tokenizer of a run: the text tower pools at the end of text of this tokenizer, in MegaCLIP and in open_clip."""
 
 import json
-import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -60,13 +59,6 @@ def described(towers: str = "own", **text: Any) -> ModelDescription:
 
 def fitted(given: str | None, config: ModelDescription, card: ModelCard | None = None) -> ModelDescription:
     return choose_tokenizer(given, card, config).fit(config)
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
-    caplog.set_level(logging.WARNING)
-    return caplog
 
 
 @pytest.mark.parametrize("towers", ["own", "open_clip"])

@@ -204,8 +204,7 @@ def test_gradients_are_ready_in_one_order_whatever_the_pieces():
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.INFO)
     return caplog
 
