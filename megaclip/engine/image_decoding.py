@@ -46,8 +46,8 @@ class ImageDecoding:
             self.gpu = None  # of a rank that could
             raise
 
-    def step_done(self, batch: StepStore, waited_s: float, step_s: float) -> bool:
-        """Return True if later steps of `batch` have another decoder. Called after each step.
+    def step_done(self, store: StepStore, waited_s: float, step_s: float) -> bool:
+        """Return True if later steps of `store` have another decoder. Called after each step.
 
         "auto" tries the GPU after step 1 + WAITED_STEPS if the steps wait for samples, and goes back if later steps
         are not shorter. The first step waits for the workers to start. The first steps of a decoder have samples that
@@ -57,14 +57,14 @@ class ImageDecoding:
             return False
         self._steps.append((waited_s, step_s))
         if len(self._steps) == 1 + WAITED_STEPS:
-            self._measures = self.gpu is None and self._tries_gpu(batch)
+            self._measures = self.gpu is None and self._tries_gpu(store)
             return self._measures
         if len(self._steps) == 1 + 3 * WAITED_STEPS:
             self._measures = False
-            return self._goes_back(batch)
+            return self._goes_back(store)
         return False
 
-    def _tries_gpu(self, batch: StepStore) -> bool:
+    def _tries_gpu(self, store: StepStore) -> bool:
         waited_s, total_s = (sum(step[part] for step in self._steps[1:]) for part in (0, 1))
         share = max(gather_objects(waited_s / total_s))
         before, steps = self.libraries, f"the first steps waited for samples for {share:.0%} of their time"
@@ -76,17 +76,17 @@ class ImageDecoding:
         except ConfigError as problem:
             logger.info("--image-decoder auto: %s, but %s", steps, problem)
             return False
-        batch.decode_on(self.gpu)
+        store.decode_on(self.gpu)
         logger.info("--image-decoder auto: %s; from now on %s decode, not %s", steps, self.libraries, before)
         return True
 
-    def _goes_back(self, batch: StepStore) -> bool:
+    def _goes_back(self, store: StepStore) -> bool:
         first, last = self._steps[1 : 1 + WAITED_STEPS], self._steps[-WAITED_STEPS:]
         before, now = (max(gather_objects(sum(seconds for _, seconds in steps))) for steps in (first, last))
         tried, is_slow = self.libraries, now > LARGEST_TIME * before
         if is_slow:
             self.gpu = None
-            batch.decode_on(None)
+            store.decode_on(None)
         logger.info(
             "--image-decoder auto: a step takes %.3f s with %s and %.3f s before; %s decode",
             now / WAITED_STEPS,

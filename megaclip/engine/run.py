@@ -171,10 +171,10 @@ class Run:
             StopSignals() as signals,
             self.watchdog,
             self._open_metrics() as metrics,
-            self.trainer.open_data(self.folder) as batch,
+            self.trainer.open_data(self.folder) as store,
         ):
             try:
-                stop_signal = self._train_steps(batch, metrics, signals)
+                stop_signal = self._train_steps(store, metrics, signals)
             except DataError as error:  # raised on every rank before an update, so the last step is complete
                 stop_signal = signals.received_by_any_rank()  # a launcher that stops a run also ends its data workers
                 self._save_before_failing(error)
@@ -191,13 +191,13 @@ class Run:
             self._log_end(stop_signal)
         return stop_signal
 
-    def _train_steps(self, batch: StepStore, metrics: Metrics, signals: StopSignals) -> signal.Signals | None:
+    def _train_steps(self, store: StepStore, metrics: Metrics, signals: StopSignals) -> signal.Signals | None:
         """Run the training loop: step, save and evaluate until the last step or a stop signal."""
         arguments, is_due = self.arguments, self.length.is_due
         while self.step < self.last_step:
-            step_metrics = self.trainer.train_step(batch)
+            step_metrics = self.trainer.train_step(store)
             self.watchdog.step_done(self.step)
-            if self.trainer.decoding.step_done(batch, step_metrics.data_wait_s, self.trainer.step_s):
+            if self.trainer.decoding.step_done(store, step_metrics.data_wait_s, self.trainer.step_s):
                 metrics.forget_waits()
             metrics.record_step(self.step, step_metrics)
             is_last = signals.run_is_ending = self.step == self.last_step
@@ -205,7 +205,7 @@ class Run:
             self.checkpoints.poll()
             if is_last or stop_signal or is_due(self.step, arguments.save_every_steps, arguments.save_frequency):
                 self._save(training_continues=not (is_last or stop_signal))
-                metrics.record_bad_samples(self.step, sum_counts(batch.bad_counts))
+                metrics.record_bad_samples(self.step, sum_counts(store.bad_counts))
                 metrics.restart_clock()
             if stop_signal:
                 return stop_signal

@@ -187,8 +187,8 @@ class Trainer:
         ):
             yield store
 
-    def train_step(self, batch: StepStore) -> StepMetrics:
-        """Take one optimizer step, and advance `batch` and `step`.
+    def train_step(self, store: StepStore) -> StepMetrics:
+        """Take one optimizer step, and advance `store` and `step`.
 
         If the loss or the gradient norm is not finite and --on-nonfinite allows skipping, nothing else changes.
 
@@ -198,14 +198,14 @@ class Trainer:
         learning_rate = self.config.learning_rate * self.schedule(self.step)
         set_learning_rate(self.engine, learning_rate)
         loss, gradient_norm, updated = torch.tensor(math.nan), math.nan, False
-        waited_s, began = batch.waited_s, time.monotonic()
+        waited_s, began = store.waited_s, time.monotonic()
         log_scale = self.logit_scale.read() if self.loss.own is None else self.loss.own.log_scale.detach().clone()
         scale, terms = _to_host(log_scale.exp()), dict[str, torch.Tensor]()
         try:
             # The forward passes change the statistics before the step is known to be good.
             with restored(running_statistics(self.engine.module), only_on_failure=True):
-                loss = self._accumulate(batch, log_scale, terms)
-                batch.look_ahead()
+                loss = self._accumulate(store, log_scale, terms)
+                store.look_ahead()
                 gradient_norm = update(self.engine, self.step, loss)
             if (own_loss := self.loss.own) is not None:
                 own_loss.step(self.step, self.length.total_steps)
@@ -213,9 +213,9 @@ class Trainer:
             updated = True
         except NonFiniteError as error:  # on every rank, and nothing has changed
             self.skipped_steps.skip(error)
-        captions = batch.captions()
-        equal = None if self.config.megaclip.same_ids == "ignore" else share_of_equal(batch.pair_ids())
-        batch.next_step()
+        captions = store.captions()
+        equal = None if self.config.megaclip.same_ids == "ignore" else share_of_equal(store.pair_ids())
+        store.next_step()
         self.step_s = time.monotonic() - began
         self._count_step()
         if self.loss.own is None:
@@ -231,11 +231,11 @@ class Trainer:
             text_positions_saved=captions.saved_share,
             skipped_steps=self.skipped_steps.total,
             equal_pairs=equal,
-            data_wait_s=batch.waited_s - waited_s,
+            data_wait_s=store.waited_s - waited_s,
             terms={name: float(value) for name, value in terms.items()},
         )
 
-    def _accumulate(self, batch: StepStore, log_scale: torch.Tensor, terms: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _accumulate(self, store: StepStore, log_scale: torch.Tensor, terms: dict[str, torch.Tensor]) -> torch.Tensor:
         """Leave the gradients of the step in the engine and return its loss, as `_to_host` does.
 
         log_scale: (1,), the logarithm of the logit scale. terms: receives those of the loss, from `_to_host` too.
@@ -244,8 +244,8 @@ class Trainer:
         with report_compilation(section.compile, self.step + 1) if self.memory_plan.compiles else nullcontext():
             loss = accumulate_gradients(
                 self.engine,
-                self.loss.bind(batch.ids, self.length.epoch_at(self.step), batch.pair_ids),
-                batch,
+                self.loss.bind(store.ids, self.length.epoch_at(self.step), store.pair_ids),
+                store,
                 log_scale,
                 RandomState(self.arguments.seed, self.step, self._replica),
                 logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
