@@ -29,7 +29,7 @@ from megaclip.checkpoint.saved_states import OBJECTIVE, consolidated_weights, re
 from megaclip.checkpoint.search import LOCKED_WEIGHTS, STATE, locate_model, refuse_run, require_whole_model
 from megaclip.checkpoint.transformers_directory import readme, transformers_content, write_transformers
 from megaclip.checkpoint.weight_files import INDEX, WEIGHTS_NAMES
-from megaclip.errors import CheckpointError, ConfigError
+from megaclip.errors import CheckpointError, ConfigError, os_errors_as
 from megaclip.files import write_atomically
 from megaclip.models import ModelDescription, load_model_config, meta_model
 from megaclip.models.config import CARD_NAME, read_json_object
@@ -203,8 +203,6 @@ def check_output(out_dir: Path, source: Path, *, overwrite: bool) -> None:
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         reason = "is not writable" if existing.is_dir() else "is not a directory"
         raise CheckpointError(f"cannot write to {out_dir}: {existing} {reason}; choose another directory")
-    try:
+    with os_errors_as(CheckpointError, f"cannot write to {out_dir}", "choose another directory"):
         if out_dir.exists() and any(out_dir.iterdir()) and not overwrite:
             raise CheckpointError(f"{out_dir} is not empty; choose another directory, or add --overwrite")
-    except OSError as error:
-        raise CheckpointError(f"cannot write to {out_dir}: {error}; choose another directory") from None
