@@ -166,7 +166,8 @@ class Run:
         with report_write_errors():
             if self._is_first_rank:
                 (self.folder / SUMMARY).unlink(missing_ok=True)  # from a shorter run, or from discarded steps
-        self._log_batch()
+        if self.step < self.last_step:  # not if only an evaluation is left, or --stop-after-steps is behind
+            self._log_batch()
         with (
             StopSignals() as signals,
             self.watchdog,
