@@ -2,7 +2,8 @@
 
 `get_logger(__name__)` returns a standard logger below "megaclip". Rank 0 logs INFO and above. The other ranks log only
 WARNING and above, with their rank at the start of the line. The rank is read from the environment that the launcher
-sets, so logging works before the process group exists. `format_bytes` writes sizes in log lines and errors.
+sets, so logging works before the process group exists. `format_bytes` and `format_count` write numbers in log lines and
+errors.
 """
 
 import logging
@@ -47,6 +48,11 @@ def log_once(log: Callable[[str], None], message: str) -> None:
     if message not in _seen and rank_from_environment() == 0:
         _seen.add(message)
         log(message)
+
+
+def format_count(count: int, noun: str) -> str:
+    """Return the number and the noun, in the plural unless the number is 1."""
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def format_bytes(size: float) -> str:

@@ -21,6 +21,7 @@ from megaclip.comm.collectives import gather_objects
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.errors import CheckpointError, first_line
 from megaclip.files import sync_folder, write_atomically
+from megaclip.logging import format_count
 
 MANIFEST = "megaclip_manifest.json"
 """Name of the manifest in its folder."""
@@ -139,7 +140,7 @@ def require_whole(path: Path) -> None:
 
 def summary(problems: list[str]) -> str:
     """Return the first three problems, and the number of the others."""
-    more = f"; and {len(problems) - 3} more files" if len(problems) > 3 else ""
+    more = f"; and {format_count(len(problems) - 3, 'more file')}" if len(problems) > 3 else ""
     return "; ".join(problems[:3]) + more
 
 

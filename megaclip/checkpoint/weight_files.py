@@ -268,7 +268,7 @@ def _unwrapped(tensors: dict[str, Any], path: Path) -> dict[str, Any]:
     own = {name.removeprefix(root): value for name, value in named.items() if name.startswith(root)}
     if len(own) < len(named):
         other = next(name for name in named if not name.startswith(root))
-        logger.warning("%s: not reading %d entries outside %s (first: %s)", path, len(named) - len(own), root, other)
+        logger.warning("%s: entries outside %s are not read: %d (first: %s)", path, root, len(named) - len(own), other)
     return own
 
 

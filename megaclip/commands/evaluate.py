@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from megaclip.commands.argument_types import CommandParser, add_reading_flags, integer, reading_flags
 from megaclip.config.command_line import DEFAULT_WORKERS, MOST_WORKERS
 from megaclip.errors import MegaclipError, public
+from megaclip.logging import format_count
 
 if TYPE_CHECKING:
     from megaclip.data import LabelledDataset, PairDataset
@@ -188,17 +189,18 @@ def report(
 
     metrics = result.metrics
     if labelled is not None:
-        print(f"\nzero-shot, {len(labelled)} images, {len(labelled.class_names)} classes")
+        print(f"\nzero-shot, {format_count(len(labelled), 'image')}, {len(labelled.class_names)} classes")
         print_row("", "top-1", "top-5")
         print_row("accuracy", *(metrics[f"zero_shot_top{k}"] for k in (1, 5)))
     if pairs is not None and result.examples is not None:
-        print(f"\nretrieval, {result.captions} captions, {result.examples.candidates} images")
+        captions = format_count(result.captions, "caption")
+        print(f"\nretrieval, {captions}, {format_count(result.examples.candidates, 'image')}")
         print_row("", "R@1", "R@5", "R@10")
         for name, way in (("image to text", "i2t"), ("text to image", "t2i")):
             print_row(name, *(metrics[f"retrieval_r{k}_{way}"] for k in (1, 5, 10)))
     for kind, count in result.bad_samples.items():
-        print(f"left out: {count} samples ({kind})")
-    print(f"\n{seconds:.1f} s on {group_size()} rank{'s' if group_size() > 1 else ''}")
+        print(f"left out: {format_count(count, 'sample')} ({kind})")
+    print(f"\n{seconds:.1f} s on {format_count(group_size(), 'rank')}")
     if arguments.json:
         content: dict[str, Any] = {
             "model": str(arguments.model),

@@ -28,6 +28,7 @@ from megaclip.errors import REFUSED_EXIT_CODE, ConfigError, DataError, public
 from megaclip.evaluation import Evaluator
 from megaclip.evaluation.suite import DATACOMP_TASKS, Task, find_tasks, open_task, score_task
 from megaclip.files import write_atomically
+from megaclip.logging import format_count
 
 _FORMAT = 1
 """Number that changes when the results of equal models and data change."""
@@ -142,7 +143,7 @@ def _report(tasks: list[Task], lines: dict[str, Line], errors: dict[str, str], *
         values = [line["metrics"]["main_metric"] for line in found if line["key"] in keys]
         values = [value for value in values if value is not None]
         if values:
-            rows.append([name, f"{len(values)} tasks", f"{100 * sum(values) / len(values):.2f}", ""])
+            rows.append([name, format_count(len(values), "task"), f"{100 * sum(values) / len(values):.2f}", ""])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print()
     for row in rows:

@@ -14,6 +14,7 @@ from megaclip.config import TrainArguments, TrainingConfig, load_training_config
 from megaclip.config.command_line import DEFAULT_EPOCHS
 from megaclip.engine.schedule import RunLength
 from megaclip.errors import ConfigError
+from megaclip.logging import format_count
 from megaclip.models import load_model_config
 from megaclip.planner import (
     Cluster,
@@ -137,9 +138,9 @@ def print_plan(workload: Workload, cluster: Cluster) -> int:
     known = workload.text_positions_saved is not None
     memory = "and for the memory of kept graphs" if known else "all of them for memory"
     print(
-        f"batch {batch.global_batch:,} = {batch.world_size} ranks x {batch.local_batch:,}; chunks of "
-        f"{batch.micro_batch} images and {batch.text_micro_batch} texts; {whole / 1e6:.1f} M "
-        f"parameters{split}, ZeRO-{workload.zero.stage}\n"
+        f"batch {batch.global_batch:,} = {format_count(batch.world_size, 'rank')} x {batch.local_batch:,}; chunks of "
+        f"{format_count(batch.micro_batch, 'image')} and {format_count(batch.text_micro_batch, 'text')}; "
+        f"{whole / 1e6:.1f} M parameters{split}, ZeRO-{workload.zero.stage}\n"
         f"captions: {workload.text_positions:.1f} of {workload.model.text_cfg.context_length} token positions on "
         f"average for the step's time, {memory}\n"
     )

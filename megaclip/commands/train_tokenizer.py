@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaclip.commands.argument_types import CommandParser, add_reading_flags, integer, reading_flags
+from megaclip.logging import format_count
 
 if TYPE_CHECKING:
     from megaclip.data import PairDataset
@@ -36,7 +37,7 @@ def read_captions(dataset: PairDataset, limit: int) -> Iterator[str]:
         except BadSample:
             bad += 1
     if bad:
-        print(f"skipped {bad} samples without a caption", file=sys.stderr)
+        print(f"skipped {format_count(bad, 'sample')} without a caption", file=sys.stderr)
 
 
 def parse_arguments() -> argparse.Namespace:

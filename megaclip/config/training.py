@@ -20,7 +20,7 @@ from megaclip.config.ds_config import DsConfig
 from megaclip.config.optimizers import UNTESTED_BY_DEEPSPEED, Optimizer
 from megaclip.config.section import MegaclipSection
 from megaclip.errors import ConfigError, closest, os_errors_as
-from megaclip.logging import get_logger
+from megaclip.logging import format_count, get_logger
 from megaclip.zero.settings import DeepSpeedMonitorConfig, DeepSpeedZeroConfig
 
 logger = get_logger(__name__)
@@ -211,7 +211,7 @@ class TrainingConfig:
                 "gradient_accumulation_steps": self.settings.gradient_accumulation_steps,
             }
             factors = [f"{name} {value}" for name, value in given.items() if value is not None]
-            factors.append(f"{replicas} {'ranks' if tensor_size == 1 else f'replicas of {tensor_size} ranks'}")
+            factors.append(format_count(replicas, "rank" if tensor_size == 1 else f"{tensor_size}-rank replica"))
             raise ConfigError(
                 f"{self.path}: train_batch_size {total} is not {'' if len(factors) == 3 else 'a multiple of '}"
                 f"{' x '.join(factors)}; change one of them or the number of ranks"

@@ -22,6 +22,7 @@ from typing import Any
 
 from megaclip.data.batch import BadSample, Captions, WeightedKey
 from megaclip.errors import DataError, shortened
+from megaclip.logging import format_count
 
 TEXT_EXTENSIONS = ("txt", "caption", "text")
 """Extensions of text files that hold captions, when --caption-key is not given."""
@@ -219,6 +220,6 @@ def check_fields(records: list[dict[str, Any]], keys: CaptionKeys, first: str) -
     """Raise DataError if none of the records has one of the wanted fields. first: name of the first JSON file."""
     if not any(field in record for record in records for field in keys.fields):
         raise DataError(
-            f"--caption-key: {first} and {len(records) - 1} more JSON files have no field {' or '.join(keys.fields)}; "
-            f"the first one has {text_fields(records[0])}"
+            f"--caption-key: {first} and {format_count(len(records) - 1, 'more JSON file')} have no field "
+            f"{' or '.join(keys.fields)}; the first one has {text_fields(records[0])}"
         )

@@ -322,7 +322,7 @@ def _reason_to_refuse(folder: Path, images: _ImageFolder, names: list[str]) -> s
         return f"only one class, {classes[0]!r}; expected one folder of images per class"
     if images.beside:
         return (
-            f"{len(images.beside)} images ({_listed(images.beside)}) lie beside the folders of the classes; move each "
+            f"images beside the folders of the classes: {len(images.beside)} ({_listed(images.beside)}); move each "
             "into the folder of its class, or out of this folder"
         )
     if len(images.tops) > 1:

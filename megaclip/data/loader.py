@@ -236,11 +236,11 @@ class TrainLoader:
         if repeated and not self._has_told:
             self._has_told = True
             _logger.warning(
-                "%d images of a micro-batch of %d are equal to others of it: each is a negative of the others' "
+                "a micro-batch of %d has equal images (copies: %d): each is a negative of the others' "
                 'captions. Train with --id-key image and megaclip.same_ids "mask" or "positive" (`megaclip show '
                 "losses`), or give each image a list of captions",
-                repeated,
                 self._micro_batch_size,
+                repeated,
             )
 
     def _needed_from(self) -> int:

@@ -34,6 +34,7 @@ from megaclip.data.text_tables import (
     open_text_tables,
 )
 from megaclip.errors import DataError, first_line, shortened
+from megaclip.logging import format_count
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -311,7 +312,7 @@ def _parquet_rows(path: str) -> int:
 
 def _with_others(paths: Sequence[str]) -> str:
     """Return the first path and the number of the other paths, for errors."""
-    return paths[0] + (f" and {len(paths) - 1} more files" if len(paths) > 1 else "")
+    return paths[0] + (f" and {format_count(len(paths) - 1, 'more file')}" if len(paths) > 1 else "")
 
 
 def _no_rows(what: str) -> str:

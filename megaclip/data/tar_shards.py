@@ -236,7 +236,7 @@ class TarShards:
         """Return advice on members that may hold the image or the caption, or "" if there are none."""
         found = {extension: number for number, shard in enumerate(self.shards) for extension in shard["others"]}
         if what == "image" and (unreadable := self.account.left_out.get(UNREADABLE)):
-            return f"; {unreadable[0]} members have {UNREADABLE}, first {unreadable[2][0]!r}"
+            return f"; members with {UNREADABLE}: {unreadable[0]}, first {unreadable[2][0]!r}"
         if not found or not self._keys[0].flag:
             return ""
         if what == "caption" and JSON in found:

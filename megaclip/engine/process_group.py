@@ -30,7 +30,7 @@ from megaclip.comm.groups import init_distributed
 from megaclip.config import TrainingConfig
 from megaclip.environment import ACCELERATOR, check_environment
 from megaclip.errors import BusyError, ConfigError, MegaclipError, first_line
-from megaclip.logging import get_logger, local_rank_from_environment, rank_from_environment
+from megaclip.logging import format_count, get_logger, local_rank_from_environment, rank_from_environment
 
 logger = get_logger(__name__)
 
@@ -95,8 +95,9 @@ def _check_devices(device: str, count: int) -> None:
     visible, rank = os.environ.get("CUDA_VISIBLE_DEVICES"), local_rank_from_environment()
     if device == "cuda" and rank >= count:
         raise ConfigError(
-            f"LOCAL_RANK is {rank}, but this process sees {count} GPUs (CUDA_VISIBLE_DEVICES is {visible!r}); start at "
-            f"most {count} ranks on this host, or let each rank see the GPUs of all"
+            f"LOCAL_RANK is {rank}, but this process sees {format_count(count, 'GPU')} (CUDA_VISIBLE_DEVICES is "
+            f"{visible!r}); start at most {format_count(count, 'rank')} on this host, or let each rank see "
+            "the GPUs of all"
         )
     hidden = visible in (None, "", "-1", "NoDevFiles")
     if device == "cpu" and not hidden and torch.version.cuda and ACCELERATOR not in os.environ:

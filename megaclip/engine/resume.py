@@ -22,7 +22,7 @@ from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedule import default_warmup
 from megaclip.engine.trainer import Trainer
 from megaclip.errors import CheckpointError, ConfigError, MegaclipError, first_line
-from megaclip.logging import get_logger
+from megaclip.logging import format_count, get_logger
 from megaclip.models import OpenClipConfig
 from megaclip.models.descriptions import TOWERS_KEY
 from megaclip.zero.parameter_groups import grouping
@@ -119,8 +119,8 @@ def resume(trainer: Trainer, identity: dict[str, Any], checkpoints: Path) -> tup
             ) from None
         run = _run_after(*found, checkpoints, arguments.resume)
     _follow_decoder(state["image_decoder"], trainer)
-    shape = "{world_size} ranks at ZeRO-{zero_stage} in {precision}, tensor-parallel size {tensor_parallel_size}"
-    was, now = (shape.format(**properties) for properties in (state, identity))
+    shape = " at ZeRO-{zero_stage} in {precision}, tensor-parallel size {tensor_parallel_size}"
+    was, now = (format_count(one["world_size"], "rank") + shape.format(**one) for one in (state, identity))
     if was != now:
         logger.info("converting a checkpoint of %s to %s", was, now)
     step_folder = found[0] / found[1]
@@ -229,7 +229,7 @@ def _check_same_run(state: dict[str, Any], identity: dict[str, Any]) -> None:
             raise CheckpointError(
                 f"the checkpoint was written with a contrastive batch of {was} and this run's is {now}; set "
                 f"train_batch_size to {was}, and train_micro_batch_size_per_gpu or gradient_accumulation_steps to fit "
-                f"{identity['world_size']} ranks"
+                f"{format_count(identity['world_size'], 'rank')}"
             )
         name, was, now = next(differences(was, now, key), (key, was, now))
         if name == f"{LORA}.base_sha256" and was and now:

@@ -37,7 +37,7 @@ from megaclip.engine.trainer import Trainer
 from megaclip.errors import DataError, MegaclipError, refused_before_training
 from megaclip.guards.signals import StopSignals, end_with_launcher
 from megaclip.guards.watchdog import Watchdog
-from megaclip.logging import get_logger, local_rank_from_environment
+from megaclip.logging import format_count, get_logger, local_rank_from_environment
 from megaclip.planner import MemoryPlan
 from megaclip.step.sample_store import StepStore
 
@@ -256,16 +256,15 @@ class Run:
         """Log the steps of this process and how the contrastive batch is divided."""
         batch = self.trainer.batch
         logger.info(
-            "training steps %d to %d of %d: contrastive batch %d = %d ranks x %d image chunks of %d or %d text chunks "
-            "of %d, %d samples an epoch",
+            "training steps %d to %d of %d: contrastive batch %d = %s x %s of %d or %s of %d, %d samples an epoch",
             self.step,
             self.last_step,
             self.length.total_steps,
             batch.global_batch,
-            batch.world_size,
-            batch.accumulation,
+            format_count(batch.world_size, "rank"),
+            format_count(batch.accumulation, "image chunk"),
             batch.micro_batch,
-            batch.text_chunks,
+            format_count(batch.text_chunks, "text chunk"),
             batch.text_micro_batch,
             len(self.inputs.train),
         )

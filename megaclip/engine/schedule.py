@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megaclip.config import TrainArguments
 from megaclip.config.command_line import DEFAULT_EPOCHS, LONGEST_DEFAULT_WARMUP
 from megaclip.errors import ConfigError
-from megaclip.logging import get_logger
+from megaclip.logging import format_count, get_logger
 
 logger = get_logger(__name__)
 
@@ -74,7 +74,8 @@ def chosen_warmup(arguments: TrainArguments, length: RunLength) -> int:
         return default_warmup(total_steps)
     if warmup > total_steps:
         raise ConfigError(
-            f"--warmup {warmup} is longer than the run of {total_steps} steps; set --warmup {total_steps} or less"
+            f"--warmup {warmup} is longer than the run of {format_count(total_steps, 'step')}; set --warmup "
+            f"{total_steps} or less"
         )
     return warmup
 

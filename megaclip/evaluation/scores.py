@@ -198,6 +198,6 @@ def _warn_of_lines(caption_lines: torch.Tensor) -> None:
     if several:
         log_once(
             _logger.warning,
-            f"{several} texts of --val-data have several lines, and each text is one caption; --group-captions makes "
+            f"texts of --val-data with several lines: {several}; each text is one caption, and --group-captions makes "
             "each line a caption of its own",
         )

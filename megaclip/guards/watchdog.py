@@ -305,7 +305,7 @@ class Watchdog:
             for rank, reason in list(verdict.items())[:_NAMED_RANKS]:
                 logger.error("rank %d has not arrived: %s", rank, reason)
             if len(verdict) > _NAMED_RANKS:
-                logger.error("%d more ranks have not arrived", len(verdict) - _NAMED_RANKS)
+                logger.error("number of other ranks that have not arrived: %d", len(verdict) - _NAMED_RANKS)
             logger.error(
                 "the run hangs: %s, longer than the limit of %.0f s (--hang-timeout); the stacks of the ranks are in "
                 "%s; the run ends with exit code %d without saving: resume it with --resume auto",

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.utils.store import barrier
 
 from megaclip.errors import REFUSED_EXIT_CODE, STOP_SIGNALS
-from megaclip.logging import get_logger
+from megaclip.logging import format_count, get_logger
 
 logger = get_logger(__name__)
 
@@ -96,7 +96,7 @@ class Agent(LocalElasticAgent):
         if worker_group.group_rank == 0:
             self._judge_last_failure()
             ranks, hosts = worker_group.workers[0].world_size, " ".join(self._hosts.values())
-            logger.info("attempt from step %d: %d ranks on %s", self._newest_step() or 0, ranks, hosts)
+            logger.info("attempt from step %d: %s on %s", self._newest_step() or 0, format_count(ranks, "rank"), hosts)
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

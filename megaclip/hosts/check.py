@@ -22,7 +22,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 import megaclip
 from megaclip.data.sources import data_files
 from megaclip.errors import DataError, first_line, public
-from megaclip.logging import local_rank_from_environment
+from megaclip.logging import format_count, local_rank_from_environment
 from megaclip.zero.op_builds import is_built
 
 PACKAGES = ("torch", "deepspeed", "numpy", "pillow", "simplejpeg", "open_clip_torch", "timm", "transformers", "triton")
@@ -104,7 +104,7 @@ def report(*, shared: Path | None, sign: str, min_free_gib: float, data: Sequenc
         for pattern in data:
             try:
                 if not pattern.startswith("hf:") or pattern.startswith("hf://"):
-                    own.properties[f"data {public(pattern)}"] = f"{len(data_files(pattern))} files"
+                    own.properties[f"data {public(pattern)}"] = format_count(len(data_files(pattern)), "file")
             except (DataError, OSError) as error:
                 own.problems.append(f"{first_line(error)}; mount the data under the same path on all hosts")
     return own

@@ -30,6 +30,7 @@ from megaclip.comm.collectives import gather_on_host
 from megaclip.comm.groups import RankGroup, resolve
 from megaclip.devices import upload
 from megaclip.errors import CheckpointError, DataError
+from megaclip.logging import format_count
 
 Merge = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(stored rows (k, C), received rows (r, sent columns), index of the stored row of each (r,)) -> new rows (k, C)."""
@@ -170,8 +171,8 @@ class SampleState:
                     )
             if seen and part["world_size"] != size:
                 raise CheckpointError(
-                    f"some parts of the per-sample state were saved by {size} ranks, others by {part['world_size']}; "
-                    "give only the parts of one checkpoint"
+                    f"some parts of the per-sample state were saved by {format_count(size, 'rank')}, others by "
+                    f"{part['world_size']}; give only the parts of one checkpoint"
                 )
             seen.add(part["rank"])
             size = part["world_size"]
@@ -185,8 +186,8 @@ class SampleState:
             )
         if seen != set(range(size)):
             raise CheckpointError(
-                f"the per-sample state was saved by {size} ranks, but only the parts of ranks {sorted(seen)} were "
-                "found; restore the parts of the other ranks"
+                f"the per-sample state was saved by {format_count(size, 'rank')}, but only the parts of ranks "
+                f"{sorted(seen)} were found; restore the parts of the other ranks"
             )
 
     def _exchange(self, rows: Tensor, given: list[int], taken: list[int], *, wait: bool) -> tuple[Tensor, Any]:

@@ -169,7 +169,7 @@ def fit_tower(
     if missing := sorted(own - weights.keys()):
         line += f"; {', '.join(missing)} keep their initial values"
     if ignored:
-        line += f"; {len(ignored)} parameters of the file are not used (first: {ignored[0]})"
+        line += f"; parameters of the file that are not used: {len(ignored)} (first: {ignored[0]})"
     return weights, line
 
 

@@ -23,7 +23,7 @@ from megaclip.comm.parallelism import Parallelism, parallel_groups
 from megaclip.config import TrainArguments, TrainingConfig
 from megaclip.config.optimizers import TIMM_OPTIMIZERS
 from megaclip.errors import ConfigError, config_error
-from megaclip.logging import get_logger
+from megaclip.logging import format_count, get_logger
 from megaclip.models import DualEncoder, ModelConfig, ModelDescription, build_model
 from megaclip.models.compilation import compiles_whole_tower
 from megaclip.models.layers import require_apex, whole_shape
@@ -268,12 +268,12 @@ def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: DualEncode
         size = whole_shape(name, parameter, model.tensor).numel()
         whole, trained = whole + size, trained + size * parameter.requires_grad
     logger.info(
-        "model: %.1f M parameters%s in %s, ZeRO-%d on %d ranks, %.0f%% of the parameters partitioned, optimizer %s%s",
+        "model: %.1f M parameters%s in %s, ZeRO-%d on %s, %.0f%% of the parameters partitioned, optimizer %s%s",
         whole / 1e6,
         f", {trained / 1e6:.1f} M of them trained," if trained < whole else "",
         " and ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})),
         config.zero_stage,
-        dist.get_world_size(),
+        format_count(dist.get_world_size(), "rank"),
         100 * partitioned / total,
         type(engine.basic_optimizer).__name__,
         "".join(f", {option}" for option in options),

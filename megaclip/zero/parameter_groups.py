@@ -15,7 +15,7 @@ from torch import nn
 from megaclip.checkpoint.saved_states import PARAMETER_NAMES
 from megaclip.config import MegaclipSection, TrainingConfig
 from megaclip.errors import ConfigError
-from megaclip.logging import get_logger
+from megaclip.logging import format_count, get_logger
 from megaclip.models import DualEncoder
 from megaclip.models.dual_encoder import TOWER_PREFIXES
 from megaclip.models.open_clip_keys import SCALARS
@@ -69,10 +69,10 @@ def parameter_groups(model: DualEncoder, config: TrainingConfig) -> list[dict[st
         for number, (layer, scale) in enumerate(zip(layers, scales, strict=True)):
             divided += _by_weight_decay(f"{tower}_{number}_", layer, not_decayed, weight_decay, scale)
         logger.info(
-            "%s tower: learning rate %.3g in %d layer groups, %.3g in the first one, weight decay %g",
+            "%s tower: learning rate %.3g in %s, %.3g in the first one, weight decay %g",
             tower,
             base.lr * scales[-1],
-            len(layers),
+            format_count(len(layers), "layer group"),
             base.lr * scales[0],
             weight_decay,
         )

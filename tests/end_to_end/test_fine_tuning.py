@@ -51,7 +51,7 @@ def test_fine_tuning_resumes_exports_its_average_and_supplies_a_tower(tiny_run, 
     assert all(end.exit_code == 0 for command in ends for end in command), [command[0].output for command in ends]
     log = ends[0][0].output
     assert "image tower: learning rate 0.001 in 4 layer groups, 0.000125 in the first one, weight decay 0.1" in log
-    assert "text tower: learning rate 0.002 in 1 layer groups" in log and "moving average with decay 0.8" in log
+    assert "text tower: learning rate 0.002 in 1 layer group," in log and "moving average with decay 0.8" in log
     assert (
         refused[0].exit_code == 78
         and "written with parameter_groups.image 'layers', and this run has" in refused[0].errors[0]

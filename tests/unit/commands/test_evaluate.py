@@ -218,7 +218,7 @@ def test_equal_images_are_one_image_in_every_format(
     assert all(metrics == pytest.approx(found["rows.csv"]) for metrics in found.values())
     assert warnings.messages == []
     run(monkeypatch, folder / "model", "--val-data", tmp_path / "lines.tar", "--workers", 0)
-    assert f"{COUNT} texts of --val-data have several lines, and each text is one caption; --group-" in warnings.text
+    assert f"texts of --val-data with several lines: {COUNT}; each text is one caption, and --group-" in warnings.text
 
 
 def test_the_pairs_that_a_run_held_out_are_evaluated_again(

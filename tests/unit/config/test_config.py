@@ -334,7 +334,7 @@ def test_the_batch_triple_is_completed_and_set_wins_over_the_file(tmp_path, file
         (
             "train_batch_size=7 train_micro_batch_size_per_gpu=3 gradient_accumulation_steps=2",
             1,
-            "train_batch_size 7 is not train_micro_batch_size_per_gpu 3 x gradient_accumulation_steps 2 x 1 ranks;",
+            "train_batch_size 7 is not train_micro_batch_size_per_gpu 3 x gradient_accumulation_steps 2 x 1 rank;",
         ),
         ("megaclip.text_micro_batch_size=5", 2, "text_micro_batch_size 5 does not divide the 4 x 3 = 12 samples per"),
         ("megaclip.tensor_parallel_size=2", 3, "tensor_parallel_size 2 does not divide the number of ranks, 3"),

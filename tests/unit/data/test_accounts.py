@@ -250,5 +250,5 @@ def test_the_account_is_kept_in_the_index(tmp_path):
     with pytest.raises(DataError, match="--image-key and --caption-key both name txt"):
         open_pairs([str(tmp_path / "0.tar")], image_key="txt")
     write_members(tmp_path / "1.tar", {"a.heic": "heic", "a.txt": "text"}, [], [])
-    with pytest.raises(DataError, match=r"1 members have an image format .*HEIC \(convert them to JPEG\)"):
+    with pytest.raises(DataError, match=r"members with an image format .*HEIC \(convert them to JPEG\)"):
         open_pairs([str(tmp_path / "1.tar")])

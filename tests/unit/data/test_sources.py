@@ -459,7 +459,7 @@ def test_parquet_files_with_different_columns_are_one_error(tmp_path):
     for name in ("caption", "text"):
         parquet.write_table(pyarrow.table({"image": [picture(0)], name: ["a"]}), tmp_path / f"{name}.parquet")
     with pytest.raises(
-        DataError, match=r"caption\.parquet and 1 more files: CastError: the files have different columns;"
+        DataError, match=r"caption\.parquet and 1 more file: CastError: the files have different columns;"
     ):
         open_pairs([str(tmp_path / "*.parquet")], dataset_type="parquet")
 
@@ -703,7 +703,7 @@ def test_names_of_hub_datasets():
         ({"train/cat/0.png": 0, "train/dog/0.png": 0, "cat/0.png": 0, "dog/0.png": 0},
          "images lie in .*/dog and in .*/train/cat, so folders of classes are nested", None, None),
         ({"train/0.png": 0, "boat/0.png": 0, "preview.PNG": 0, "a.jfif": 1, "notes": "x"},
-         r"2 images \('a\.jfif', 'preview\.PNG'\) lie beside the folders",
+         r"images beside the folders of the classes: 2 \('a\.jfif', 'preview\.PNG'\)",
          None, None),
         # SUN397, and two folds of equal classes
         ({"a/abbey/0.png": 0, "o/oasis/indoor/0.png": 0}, "images lie in .*/abbey and in .*/indoor, so", None, None),
