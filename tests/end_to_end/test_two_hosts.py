@@ -74,7 +74,7 @@ class Launch:
 
     def starts(self) -> list[tuple[int, int]]:
         """Return (first step, number of ranks) of each start of the training, by their time."""
-        found = re.findall(r"(\d\d:\d\d:\d\d) INFO training steps (\d+) to.* = (\d+) ranks", self.text())
+        found = re.findall(r"(\d\d:\d\d:\d\d) INFO training steps (\d+) to.* = (\d+) ranks?", self.text())
         return [(int(step), int(ranks)) for _, step, ranks in sorted(found)]
 
     def attempt_steps(self, number: int) -> list[int]:

@@ -63,7 +63,7 @@ def half(number: int, port: int, command: list[str], log: Path) -> Iterator[Half
 
 def starts(log: Path) -> list[tuple[int, int]]:
     """Return (steps done, number of ranks) of each start of the training."""
-    found = re.findall(r"INFO training steps (\d+) to.* = (\d+) ranks", log.read_text())
+    found = re.findall(r"INFO training steps (\d+) to.* = (\d+) ranks?", log.read_text())
     return [(int(step), int(ranks)) for step, ranks in found]
 
 
