@@ -315,7 +315,7 @@ def _used_by(function: Any) -> list[Any]:
 class _EncodedChunks:
     """The chunks of an `Encoded` argument on this rank, as a `ChunkSource`.
 
-    Chunks beyond this rank's own are blank: its last chunk again, or a row of zeros, with gradient zero.
+    Chunks beyond this rank's own are blank: its last chunk again, or a row of `blank_of`, with gradient zero.
 
     count: number of chunks of the rank with the most, or 0 if no rank divides the inputs.
     """

@@ -24,7 +24,7 @@ class Chunks:
     order: Tensor | None = None
     """Sample at each position of the chunks, (n,) int64. None: the samples are in their order."""
     is_empty: bool = False
-    """There are no samples. The only chunk is a row of zeros."""
+    """There are no samples. The only chunk is a row of `blank_of`."""
 
 
 def divided(inputs: Any, chunk: int | None, tokens: int | None, split: Callable[[Any], list[Any]] | None) -> Chunks:
@@ -54,11 +54,14 @@ def elements_of(inputs: Any) -> int:
 
 
 def blank_of(inputs: Any, name: str = "") -> Any:
-    """Return one row of zeros in the structure of `inputs`, with a mask of ones."""
+    """Return one row of zeros in the structure of `inputs`, with ones for floating-point numbers and in a mask.
+
+    Of zeros an encoder without biases could make features of norm 0, whose direction and gradients are NaN.
+    """
     if isinstance(inputs, Tensor) and inputs.dim() > 0:
-        return inputs.new_full((1, *inputs.shape[1:]), name == "attention_mask")
+        return inputs.new_full((1, *inputs.shape[1:]), name == "attention_mask" or inputs.is_floating_point())
     if isinstance(inputs, np.ndarray) and inputs.ndim > 0:
-        return np.full((1, *inputs.shape[1:]), name == "attention_mask", inputs.dtype)
+        return np.full((1, *inputs.shape[1:]), name == "attention_mask" or inputs.dtype.kind == "f", inputs.dtype)
     return _replaced(inputs, lambda name, value: blank_of(value, name))
 
 

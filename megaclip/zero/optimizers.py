@@ -110,10 +110,12 @@ def update(engine: DeepSpeedEngine, step: int | None = None, loss: Tensor | None
     """
     step = engine.global_steps if step is None else step
     if engine.optimizer is engine.basic_optimizer:  # ZeRO-0, where DeepSpeed computes no norm
-        engine._global_grad_norm = _gradient_norm(engine.module).cpu()
+        engine._global_grad_norm = _gradient_norm(engine.module)
         if not math.isfinite(norm := float(engine._global_grad_norm)):
             engine.zero_grad()
         _check_norm(norm, step, loss)
+        engine.step()
+        return norm
     engine.step()
     if getattr(engine.optimizer, "overflow", False):
         _check_norm(math.inf, step, loss)

@@ -2,8 +2,8 @@
 
 ViT-B/16 has 398 parameter tensors. DeepSpeed computes the gradient norm from 398 float64 copies and 398 norms, and
 runs several kernels and waits for the GPU to clip each parameter group. The GPU then waits for the host. The methods
-below are replaced by methods that handle all tensors at once and copy the norm to the host, which reads it several
-times and would wait for the whole update the last time:
+below are replaced by methods that handle all tensors at once. At ZeRO-1 to 3 they copy the norm to the host, which
+reads it several times and would wait for the whole update the last time:
 
 * ZeRO-0, `clip_fp32_gradients`: one grouped product, with the norm that `megaclip.zero.optimizers.update` has
   computed.

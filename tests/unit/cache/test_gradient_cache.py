@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BatchEncoding
 
-from megaclip import Encoded, GradientCache
+from megaclip import ClipLoss, Encoded, GradientCache
 from megaclip.cache import kept_graphs
 from megaclip.cache.inputs import blank_of
 from megaclip.cache.kept_graphs import GraphBudget
@@ -85,6 +85,21 @@ def test_inputs_of_any_structure_are_divided_by_samples(structure: str, keep: in
     assert rows == [3, 3, 1] + {0: [3, 3, 1], 1: [3, 1], "all": [], "auto": [3, 3, 1]}[keep]
     for parameter, gradient in zip(parameters, expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-12)
+
+
+def test_no_samples_add_no_gradient_where_features_of_zeros_have_no_direction() -> None:
+    weight = nn.Parameter(torch.randn(4, 3).double())
+    x, gradients = torch.randn(ROWS, 4).double(), []
+
+    def encode(x: Tensor) -> Tensor:
+        return (x @ weight) / (x @ weight).norm(dim=1, keepdim=True)
+
+    for others in ({}, {"negatives": Encoded(encode, x[:0], chunk=2)}, {"negatives": Encoded(encode, x[:0])}):
+        weight.grad = None
+        GradientCache(ClipLoss()).step(Encoded(encode, x, chunk=2), Encoded(encode, -x, chunk=3), 5.0, **others)
+        gradients.append(weight.grad)
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", [Texts, namedtuple("NamedTexts", Texts.__slots__), BatchEncoding])

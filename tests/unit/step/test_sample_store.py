@@ -48,7 +48,7 @@ class Loader:
                 yield TrainBatch(numbers.to(torch.uint8).view(ROWS, 1, 1, 1), numbers.view(ROWS, 1), numbers, fields)
 
     def read(self) -> TrainBatch:
-        slot = self.slots[self.taken % self.held]
+        slot = self.slots[self.taken % len(self.slots)]
         batch = next(self._batches)
         slot.copy_(batch.images)
         return batch
@@ -129,7 +129,9 @@ def test_a_step_divides_the_captions_of_the_next_one_and_keeps_its_own(monkeypat
         return CaptionChunks.whole(tokens, count)
 
     feed = DeviceFeed(torch.device("cpu"), torch.float32, lambda pixels, dtype: pixels.to(dtype))
-    with StepStore(Loader(1, 1), feed, text_chunks=1, context_length=1, divide_captions=divide) as store:
+    loader = Loader(1, 1)
+    loader.slots = loader.slots.repeat(2, 1, 1, 1, 1)  # one more for a chunk that is read ahead
+    with StepStore(loader, feed, text_chunks=1, context_length=1, divide_captions=divide) as store:
         for step in range(3):
             for tower in Tower:
                 assert read(store, tower, 1, again=False) == numbers_of(step, 0)
