@@ -12,13 +12,12 @@ import json
 import math
 import re
 import zipfile
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from megaclip.data.batch import BadSample, digest
+from megaclip.data.batch import BadSample, RawSample, digest
 from megaclip.data.captions import json_record
 from megaclip.data.source import check_size
 from megaclip.errors import first_line
@@ -104,39 +103,20 @@ class Field:
         return np.load(io.BytesIO(content), allow_pickle=False)
 
 
-def draw(
-    fields: dict[str, Field],
-    contents: dict[str, Any],
-    place: str,
-    *,
-    seeds: tuple[int, int, int],
-    caption: int,
-    of: int,
-) -> dict[str, np.ndarray]:
-    """Return the fields of a sample as training takes them. Raises BadSample.
-
-    contents: what the source has of each field. seeds: (seed, epoch, id). caption: number of the caption that training
-    takes, of all `of` captions.
-    """
-    found, views = {}, None
+def draw(fields: dict[str, Field], raw: RawSample, seeds: tuple[int, int, int]) -> dict[str, np.ndarray]:
+    """Return the fields of a sample as training takes them. seeds: (seed, epoch, id). Raises BadSample."""
+    found, views, captions = {}, None, len(raw.captions.texts)
     for name, field in fields.items():
-        array = field.array(contents.get(name), place)
+        array, place = field.array(raw.fields.get(name), raw.key), f"{raw.key}: {field.key}"
         if field.one_of == "captions":
-            if len(array) != of:
-                raise BadSample("field of wrong shape", f"{place}: {field.key} has {len(array)} rows for {of} captions")
-            array = array[caption]
+            if len(array) != captions:
+                raise BadSample("field of wrong shape", f"{place} has {len(array)} rows for {captions} captions")
+            array = array[raw.captions.number(*seeds)]
         elif field.one_of == "views":
             views = views or len(array)
             if len(array) != views:
-                raise BadSample("field of wrong shape", f"{place}: {field.key} has {len(array)} views of {views}")
+                raise BadSample("field of wrong shape", f"{place} has {len(array)} views of {views}")
             share = digest(f"view {' '.join(map(str, seeds))}".encode()) % 2**53 / 2**53  # in [0, 1)
             array = array[int(share * len(array))]
         found[name] = array
     return found
-
-
-def stacked(fields: dict[str, Field], rows: Sequence[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
-    """Return the fields of a batch, (b, *shape) each."""
-    return {
-        name: torch.from_numpy(np.stack([row[name] for row in rows])).to(field.dtype) for name, field in fields.items()
-    }

@@ -4,10 +4,10 @@
 which grows by the global batch with every step. Step s takes the positions s*B..(s+1)*B-1 of the dataset's order
 (order.py), and rank r takes every W-th of them. For one seed and one global batch the samples of a step therefore do
 not depend on the number of ranks, workers and micro-batches. The worker processes (workers.py) share the rows of every
-micro-batch, so that it arrives W times as soon as from one worker, and parts arrive evenly. A work item is a step, a
-micro-batch, a range of its rows and a slot. The worker turns it into ids, reads the samples (reading.py), and writes
-their pixels into these rows of the slot. The slots are in memory that all workers and this process share, so this
-process never copies pixels, except those that a caller asks it to keep.
+micro-batch, so that it arrives W times as soon as from one worker, and parts arrive evenly. A work item is a
+micro-batch and a range of its rows. The worker turns it into ids, reads the samples (reading.py), and writes their
+pixels into these rows of the micro-batch's slot. The slots are in memory that all workers and this process share, so
+this process never copies pixels, except those that a caller asks it to keep.
 
 `EvaluationLoader` yields every sample of a dataset once per iteration, in the same number of batches on every rank.
 """
@@ -29,7 +29,7 @@ from megaclip.data.feature_cache import CachedFeatures
 from megaclip.data.gpu_decoder import GpuDecoder
 from megaclip.data.images import LARGEST_ON_GPU, ImageTransform, JpegCrop, image_decoder
 from megaclip.data.order import MixtureOrder, SampleOrder, rank_positions
-from megaclip.data.reading import INSPECT_ADVICE, BadSampleLog, EvaluationReader, Loaded, ReadableSet, TrainReader
+from megaclip.data.reading import BadSampleLog, EvaluationReader, Loaded, ReadableSet, TrainReader, described
 from megaclip.data.shard_cache import ShardCache
 from megaclip.data.source import DEFAULT_MAX_BAD_FRACTION
 from megaclip.data.sources import PairDataset
@@ -117,11 +117,11 @@ class TrainLoader:
         the start of the loader, is in slot n modulo S."""
         self.held = len(slots) - ahead
         """Number of micro-batches whose pixels are kept. `read` number n may overwrite those of number n - held."""
-        self._reading = 0
+        self._first, self._number = samples_consumed, 0
+        """First position of this loader, and number of the micro-batch that is taken next, counted from there."""
         self._gpu_decoder, self._for_gpu = gpu_decoder, gpu_decoder is not None
         self._rank, self._world_size = rank, world_size
         self.fields = dataset.fields
-        self._taken = 0
         self._has_told = dataset.id_key == "image"  # equal images are then known to the loss
         self._log = BadSampleLog(max_bad_fraction, "a substitute is used", "--max-bad-fraction")
         self._order = order = dataset.order(self.samples_per_step, seed=seed, shard_order=shard_order)
@@ -139,12 +139,8 @@ class TrainLoader:
                 self._cache = ShardCache(shard_cache, shard_cache_bytes, shards, order.shards_from, start)
         elif shard_cache is not None:
             raise DataError("--shard-cache has no effect without URLs of tar shards in --train-data; leave it out")
-        self._batches = WorkerResults(
-            self._load,
-            self._schedule(samples_consumed),
-            num_workers=num_workers,
-            describe_row=functools.partial(_describe_row, dataset),
-        )
+        describe_row = functools.partial(described, dataset)
+        self._batches = WorkerResults(self._load, self._schedule(), num_workers=num_workers, describe_row=describe_row)
 
     @property
     def bad_counts(self) -> dict[str, int]:
@@ -160,9 +156,7 @@ class TrainLoader:
 
     def read(self) -> TrainBatch:
         """Return the next micro-batch, with its pixels in a slot until call number `held` after this one."""
-        slot = self._reading % len(self.slots)
-        self._reading += 1
-        images, files, for_gpu = self.slots[slot], list[tuple[int, JpegCrop]](), False
+        images, files, for_gpu = self.slots[self._number % len(self.slots)], list[tuple[int, JpegCrop]](), False
         read, parts = set[tuple[int, int]](), list[TrainBatch]()
         for rows in self._parts:
             part = next(self._batches)
@@ -174,11 +168,10 @@ class TrainLoader:
         fields = {name: torch.cat([part.fields[name] for part in parts]) for name in self.fields}
         batch = TrainBatch(images, tokens, pair_ids, fields)
         if for_gpu:
-            self._decode(batch, files, slot)
+            self._decode(batch, files)
         self._warn_of_equal_images(read)
-        self._taken += 1
-        if self._taken == self.readings_per_step:
-            self._taken = 0
+        self._number += 1
+        if self._number % self.readings_per_step == 0:
             self.samples_consumed += self.samples_per_step
             if self._cache is not None:
                 self._cache.advance(self._needed_from())
@@ -186,17 +179,18 @@ class TrainLoader:
 
     def _admitted(self, part: Loaded) -> TrainBatch:
         """Count the bad samples of a part of a micro-batch, and return the part. Raises DataError."""
-        if self._taken < self.micro_batches_per_step:  # the second reading finds the same bad samples
+        # The second reading of a micro-batch finds the same bad samples.
+        if self._number % self.readings_per_step < self.micro_batches_per_step:
             self._log.add(part.bad_samples, part.reads)
         if part.fatal:
             raise DataError(part.fatal)
         assert isinstance(part.batch, TrainBatch)
         return part.batch
 
-    def _decode(self, batch: TrainBatch, files: list[tuple[int, JpegCrop]], slot: int) -> None:
+    def _decode(self, batch: TrainBatch, files: list[tuple[int, JpegCrop]]) -> None:
         """Replace the JPEG files among the images of `batch` by their pixels; read a row again if the GPU refuses it.
 
-        files: row and crop of each of them. slot: of the images.
+        files: row and crop of each of them.
         """
         decoder, size = self._gpu_decoder, batch.images[0].numel()
         assert decoder is not None
@@ -209,26 +203,26 @@ class TrainLoader:
             advice = "use --image-decoder cpu, or a smaller train_micro_batch_size_per_gpu"
             raise DataError(f"--image-decoder gpu: {first_line(error)}; {advice}") from None
         for row in refused:
-            item = (self.samples_consumed, self._readings[self._taken], slice(row, row + 1), slot, False)
-            again = self._admitted(self._load(item))
+            again = self._admitted(self._load((self._number, slice(row, row + 1), False)))
             batch.tokens[row], batch.pair_ids[row] = again.tokens[0], again.pair_ids[0]
             for name, values in again.fields.items():
                 batch.fields[name][row] = values[0]
 
-    def _load(self, item: tuple[int, int, slice, int, bool]) -> Loaded:
+    def _load(self, item: tuple[int, slice, bool]) -> Loaded:
         """Read an item of `_schedule`, in a worker or in this process."""
-        start, micro_batch, rows, slot, for_gpu = item
+        number, rows, for_gpu = item
+        step, turn = divmod(number, self.readings_per_step)
+        start, micro_batch = self._first + step * self.samples_per_step, self._readings[turn]
         positions = rank_positions(start, micro_batch, self._micro_batch_size, self._rank, self._world_size)[rows]
-        return self._reader.read(*self._order.visit(positions), self.slots[slot, rows], for_gpu=for_gpu)
+        images = self.slots[number % len(self.slots), rows]
+        return self._reader.read(*self._order.visit(positions), images, for_gpu=for_gpu)
 
-    def _schedule(self, samples_consumed: int) -> Iterator[tuple[int, int, slice, int, bool]]:
-        """Yield work items without end: (position where the step begins, micro-batch of the step, rows, slot, whether a
-        GPU decodes)."""
-        turns = itertools.cycle(range(len(self.slots)))
-        for start in itertools.count(samples_consumed, self.samples_per_step):
+    def _schedule(self) -> Iterator[tuple[int, slice, bool]]:
+        """Yield work items without end: (number of the micro-batch, rows, whether a GPU decodes)."""
+        for step in itertools.count():
             for_gpu = self._for_gpu  # for a whole step: its micro-batches may be read twice
-            for micro_batch, slot in zip(self._readings, turns, strict=False):
-                yield from ((start, micro_batch, rows, slot, for_gpu) for rows in self._parts)
+            for number in range(step * self.readings_per_step, (step + 1) * self.readings_per_step):
+                yield from ((number, rows, for_gpu) for rows in self._parts)
 
     def _warn_of_equal_images(self, read: set[tuple[int, int]]) -> None:
         # A row that is in the batch twice, as a substitute or at the end of an epoch, is no equal image.
@@ -266,10 +260,6 @@ class TrainLoader:
         self._batches.close()
         if self._cache is not None:
             self._cache.close()
-
-
-def _describe_row(dataset: ReadableSet, row: int) -> str:
-    return f"sample {row} of {dataset.shard_name(row)}"
 
 
 def check_batch(contrastive_batch: int, order: SampleOrder | MixtureOrder) -> None:
@@ -315,28 +305,20 @@ class EvaluationLoader:
         return -(-len(self.dataset) // (self.batch_size * self.world_size))
 
     def __iter__(self) -> Iterator[EvaluationBatch | LabelledBatch]:
-        advice = "" if self.tokenizer is None else INSPECT_ADVICE
-        log = BadSampleLog(self.max_bad_fraction, "it is left out", advice=advice)
+        log = BadSampleLog(self.max_bad_fraction, "it is left out", has_pairs=self.tokenizer is not None)
         reader = EvaluationReader(self.dataset, self.transform, self.tokenizer, self.by_line)
         ahead = min(PREFETCHED * self.num_workers, len(self))
         slots = shared_pixels((ahead + 1, self.batch_size, 3, self.transform.size, self.transform.size))
-        turns = [batch % len(slots) for batch in range(len(self))]
-        results = WorkerResults(
-            lambda item: reader.read(item[0], slots[item[1]]),
-            zip(self._rank_ids(), turns, strict=True),
-            num_workers=self.num_workers,
-            describe_row=functools.partial(_describe_row, self.dataset),
-        )
-        for turn, loaded in zip(turns, results, strict=True):
+
+        def load(batch: int) -> Loaded:
+            ids = rank_positions(0, batch, self.batch_size, self.rank, self.world_size)
+            return reader.read(np.where(ids < len(self.dataset), ids, PADDING_ID), slots[batch % len(slots)])
+
+        describe_row = functools.partial(described, self.dataset)
+        results = WorkerResults(load, range(len(self)), num_workers=self.num_workers, describe_row=describe_row)
+        for batch, loaded in enumerate(results):
             log.add(loaded.bad_samples, loaded.reads)
             self.bad_counts = dict(log.counts)
             if loaded.fatal:
                 raise DataError(loaded.fatal)
-            yield dataclasses.replace(loaded.batch, images=slots[turn].clone())
-
-    def _rank_ids(self) -> Iterator[np.ndarray]:
-        for batch in range(len(self)):
-            ids = rank_positions(
-                batch * self.batch_size * self.world_size, 0, self.batch_size, self.rank, self.world_size
-            )
-            yield np.where(ids < len(self.dataset), ids, PADDING_ID)
+            yield dataclasses.replace(loaded.batch, images=slots[batch % len(slots)].clone())

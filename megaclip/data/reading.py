@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from megaclip.data.batch import (
 )
 from megaclip.data.captions import empty_caption, is_blank
 from megaclip.data.feature_cache import CachedFeatures
-from megaclip.data.fields import CROP, draw, stacked
+from megaclip.data.fields import CROP, draw
 from megaclip.data.images import ImageTransform, JpegCrop
 from megaclip.data.sources import PairDataset
 from megaclip.data.tokenizers import Tokenizer
@@ -40,8 +40,6 @@ from megaclip.logging import get_logger
 SUBSTITUTE_TRIES = 16
 MIN_SAMPLES_FOR_LIMIT = 1000
 """Number of samples to which the limit applies until a run has read as many."""
-INSPECT_ADVICE = " (`megaclip inspect` lists the problems)"
-"""Advice for finding bad pairs. The command does not read labelled images."""
 
 _logger = get_logger(__name__)
 
@@ -70,7 +68,7 @@ class Loaded:
     """Result of a worker process."""
 
     batch: Batch | LabelledBatch | None
-    """Batch, or None if `fatal` is set."""
+    """Batch without pixels, which are in memory that processes share, or None if `fatal` is set."""
     bad_samples: list[BadSampleReport]
     """Bad samples that were found while the batch was read."""
     reads: int = 0
@@ -82,11 +80,6 @@ class Loaded:
     encoded: list[tuple[int, JpegCrop]] | None = None
     """Row and crop of each image of a training batch that a GPU decodes. The row of pixels contains its file. None:
     no image is left to a GPU."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a worker process sends: all but the pixels, which it has written into shared memory."""
-        batch = self.batch and dataclasses.replace(self.batch, images=torch.empty(0))
-        return {**vars(self), "batch": batch}
 
 
 _Pair = tuple[JpegCrop | None, str, tuple[int, int], int, dict[str, np.ndarray]]
@@ -113,57 +106,54 @@ class TrainReader:
         for_gpu: write the files that a GPU decodes, instead of their pixels.
         """
         pairs, bad_samples = list[_Pair](), list[BadSampleReport]()
-        for row, (sample_id, epoch) in enumerate(zip(ids.tolist(), epochs.tolist(), strict=True)):
-            try:
-                pair = self._read_or_substitute(sample_id, epoch, images[row], for_gpu, bad_samples)
-            except DataError as error:  # the run saves and ends with it
-                return Loaded(None, bad_samples, fatal=str(error))
-            if pair is None:
-                last = bad_samples[-1]
-                return Loaded(
-                    None,
-                    bad_samples,
-                    row + len(bad_samples),
-                    f"sample {sample_id} of {last.shard} and {SUBSTITUTE_TRIES} substitutes for it are bad, last "
-                    f"{last.kind} ({last.detail}); a larger --max-bad-fraction does not help: check the data with "
-                    "`megaclip inspect`",
-                )
-            pairs.append(pair)
-        crops, captions, digests, pair_ids, fields = zip(*pairs, strict=True)
+        try:
+            for target, sample_id, epoch in zip(images, ids.tolist(), epochs.tolist(), strict=True):
+                pairs.append(self._read_or_substitute(sample_id, epoch, target, for_gpu, bad_samples))
+        except DataError as error:  # the run saves and ends with it
+            return Loaded(None, bad_samples, len(pairs) + len(bad_samples), str(error))
+        crops, captions, image_ids, pair_ids, fields = zip(*pairs, strict=True)
         encoded = [(row, crop) for row, crop in enumerate(crops) if crop is not None]
-        more = stacked(self.dataset.fields, fields)
+        more = {
+            name: torch.from_numpy(np.stack([found[name] for found in fields])).to(field.dtype)
+            for name, field in self.dataset.fields.items()
+        }
         return Loaded(
-            TrainBatch(images, self.tokenizer(captions), torch.tensor(pair_ids), more),
+            TrainBatch(torch.empty(0), self.tokenizer(captions), torch.tensor(pair_ids), more),
             bad_samples,
-            len(ids) + len(bad_samples),
-            images=set(digests),
+            len(pairs) + len(bad_samples),
+            images=set(image_ids),
             encoded=encoded if for_gpu else None,
         )
 
     def _read_or_substitute(
         self, sample_id: int, epoch: int, target: torch.Tensor, for_gpu: bool, bad_samples: list[BadSampleReport]
-    ) -> _Pair | None:
-        """Write an image into `target`. Return its pair, or None if all are bad. Raises DataError."""
-        first, count = self.dataset.siblings(sample_id)
-        for candidate in itertools.chain([sample_id], _substitutes(self.seed, sample_id, first, count)):
-            note_row(candidate)
-            try:
-                seeds = (self.seed, epoch, sample_id)
+    ) -> _Pair:
+        """Write an image into `target`, and return its pair. Raises DataError, also if all substitutes are bad."""
+        seeds = (self.seed, epoch, sample_id)
+        for candidate in itertools.chain([sample_id], self._substitutes(sample_id)):
+            with _noted(self.dataset, candidate, bad_samples):
                 raw = self._read(candidate)
                 number, texts = raw.captions.number(*seeds), raw.captions.texts
-                drawn = draw(self.dataset.fields, raw.fields, raw.key, seeds=seeds, caption=number, of=len(texts))
+                drawn = draw(self.dataset.fields, raw, seeds)
                 crop = self._write(raw, seeds, drawn.get(CROP), target, for_gpu)
                 # A part of the bytes identifies a file, and a digest of all of them would take longer than the crop.
                 image_id = digest(raw.image[:: 1 + len(raw.image) // 4096])
                 return crop, texts[number], (image_id, candidate), _pair_id(raw, number, self.dataset.id_key), drawn
-            except BadSample as bad:
-                # Substitutes are drawn uniformly, so counting the bad ones does not bias the rate.
-                bad_samples.append(BadSampleReport(bad.kind, bad.detail, self.dataset.shard_name(candidate)))
-            except DataError as error:
-                raise DataError(f"sample {candidate}: {error}") from error
-            except Exception as error:  # a source may raise any exception
-                raise DataError(_unreadable(self.dataset, candidate, error)) from error
-        return None
+        last = bad_samples[-1]
+        raise DataError(
+            f"sample {sample_id} of {last.shard} and {SUBSTITUTE_TRIES} substitutes for it are bad, last {last.kind} "
+            f"({last.detail}); a larger --max-bad-fraction does not help: check the data with `megaclip inspect`"
+        )
+
+    def _substitutes(self, sample_id: int) -> Iterator[int]:
+        """Yield the ids to try instead of a bad one. They are equal in every run with the same seed.
+
+        They are drawn uniformly, so counting the bad ones does not bias the rate.
+        """
+        first, count = self.dataset.siblings(sample_id)
+        generator = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([self.seed, sample_id])))
+        for _ in range(SUBSTITUTE_TRIES):
+            yield first + int(generator.randint(count))
 
     def _read(self, sample_id: int) -> RawSample:
         """Return a pair, with the bytes of its features as its image if they replace the images. Raises BadSample."""
@@ -176,12 +166,7 @@ class TrainReader:
         return raw
 
     def _write(
-        self,
-        raw: RawSample,
-        seeds: tuple[int, int, int],
-        box: np.ndarray | None,
-        target: torch.Tensor,
-        for_gpu: bool,
+        self, raw: RawSample, seeds: tuple[int, int, int], box: np.ndarray | None, target: torch.Tensor, for_gpu: bool
     ) -> JpegCrop | None:
         """Write the file, the pixels or the bytes of the features into `target`. Raises BadSample.
 
@@ -199,20 +184,28 @@ class TrainReader:
         return crop
 
 
-def _unreadable(
-    dataset: ReadableSet, sample_id: int, error: Exception, what: str = "the data with `megaclip inspect`"
-) -> str:
-    """Return the reason why a sample that caused an unexpected error ends the run; log the traceback."""
-    place = f"sample {sample_id} of {dataset.shard_name(sample_id)}"
-    _logger.error("cannot read %s", place, exc_info=error)
-    return f"cannot read {place}: {type(error).__name__}: {first_line(error)}; check {what}"
+@contextlib.contextmanager
+def _noted(dataset: ReadableSet, sample_id: int, bad_samples: list[BadSampleReport]) -> Iterator[None]:
+    """Note the sample that the `with` statement reads, and append its report if it is bad. Raises DataError."""
+    has_pairs = isinstance(dataset, PairDataset)
+    note_row(sample_id)
+    try:
+        yield
+    except BadSample as bad:
+        bad_samples.append(BadSampleReport(bad.kind, bad.detail, dataset.shard_name(sample_id)))
+    except DataError as error:
+        raise DataError(f"sample {sample_id}: {error}" if has_pairs else str(error)) from error
+    except Exception as error:  # a source may raise any exception
+        place = described(dataset, sample_id)
+        _logger.error("cannot read %s", place, exc_info=error)
+        advice = " with `megaclip inspect`" if has_pairs else ""
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise DataError(f"cannot read {place}: {reason}; check the data{advice}") from error
 
 
-def _substitutes(seed: int, sample_id: int, first: int, count: int) -> Iterator[int]:
-    """Yield the ids to try instead of a bad one. They are equal in every run with the same seed."""
-    generator = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, sample_id])))
-    for _ in range(SUBSTITUTE_TRIES):
-        yield first + int(generator.randint(count))
+def described(dataset: ReadableSet, sample_id: int) -> str:
+    """Return a name of a sample for messages."""
+    return f"sample {sample_id} of {dataset.shard_name(sample_id)}"
 
 
 def _pair_id(raw: RawSample, number: int, id_key: str) -> int:
@@ -265,32 +258,25 @@ class EvaluationReader:
         captions, kept = [[""]] * len(ids), np.full_like(ids, PADDING_ID)
         digests, lines = torch.zeros(2, len(ids), dtype=torch.int64)
         bad_samples = list[BadSampleReport]()
-        for row, sample_id in enumerate(ids.tolist()):
-            if sample_id == PADDING_ID:
-                continue
-            note_row(sample_id)
-            try:
-                raw = self.dataset.read(sample_id)
-                check_caption(raw)
-                images[row] = decode_image(self.transform, raw, (0, 0, 0))
-                kept[row], digests[row] = sample_id, raw.image_digest
-                texts = list(raw.captions.texts)
-                captions[row] = raw.lines if self.by_line and len(texts) == 1 else texts
-                lines[row] = len(raw.lines) if captions[row] == [raw.caption] else 1
-            except BadSample as bad:
-                bad_samples.append(BadSampleReport(bad.kind, bad.detail, self.dataset.shard_name(sample_id)))
-            except DataError as error:
-                return Loaded(None, bad_samples, fatal=str(error))
-            except Exception as error:  # as in training
-                what = "the data" if self.tokenizer is None else "the data with `megaclip inspect`"
-                return Loaded(None, bad_samples, fatal=_unreadable(self.dataset, sample_id, error, what))
+        try:
+            for row in np.flatnonzero(ids != PADDING_ID).tolist():
+                with _noted(self.dataset, sample_id := int(ids[row]), bad_samples):
+                    raw = self.dataset.read(sample_id)
+                    check_caption(raw)
+                    images[row] = decode_image(self.transform, raw, (0, 0, 0))
+                    kept[row], digests[row] = sample_id, raw.image_digest
+                    texts = list(raw.captions.texts)
+                    captions[row] = raw.lines if self.by_line and len(texts) == 1 else texts
+                    lines[row] = len(raw.lines) if captions[row] == [raw.caption] else 1
+        except DataError as error:
+            return Loaded(None, bad_samples, fatal=str(error))
         kept_ids, reads = torch.from_numpy(kept), int((ids != PADDING_ID).sum())
         if self.tokenizer is not None:
             tokens = self.tokenizer([caption for texts in captions for caption in texts])
             rows = torch.arange(len(ids)).repeat_interleave(torch.tensor([len(texts) for texts in captions]))
-            return Loaded(EvaluationBatch(images, tokens, kept_ids, digests, rows, lines), bad_samples, reads)
+            return Loaded(EvaluationBatch(torch.empty(0), tokens, kept_ids, digests, rows, lines), bad_samples, reads)
         labels = torch.tensor([int(label) if label else PADDING_ID for (label,) in captions])
-        return Loaded(LabelledBatch(images, labels, kept_ids), bad_samples, reads)
+        return Loaded(LabelledBatch(torch.empty(0), labels, kept_ids), bad_samples, reads)
 
 
 @dataclasses.dataclass
@@ -303,8 +289,8 @@ class BadSampleLog:
     """Words for the log, such as "a substitute is used"."""
     setting: str = ""
     """Flag that sets the limit, for the error; "" if it is fixed."""
-    advice: str = INSPECT_ADVICE
-    """How to find the problems, for the error."""
+    has_pairs: bool = True
+    """False for labelled images, which `megaclip inspect` does not read."""
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     _read: int = 0
     _shards: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -323,8 +309,9 @@ class BadSampleLog:
         if total > self.limit * max(self._read, MIN_SAMPLES_FOR_LIMIT):
             worst = ", ".join(f"{name} ({count})" for name, count in self._shards.most_common(3))
             kinds = ", ".join(f"{count} {kind}" for kind, count in self.counts.most_common())
-            limit = f"{self.setting or 'the limit'} {self.limit:g}"
+            advice = " (`megaclip inspect` lists the problems)" if self.has_pairs else ""
             raise DataError(
-                f"{total} of the {self._read} samples read so far are bad ({kinds}), over {limit}; most are in "
-                f"{worst}; repair the data{self.advice}" + (f" or set a larger {self.setting}" if self.setting else "")
+                f"{total} of the {self._read} samples read so far are bad ({kinds}), over "
+                f"{self.setting or 'the limit'} {self.limit:g}; most are in {worst}; repair the data{advice}"
+                + (f" or set a larger {self.setting}" if self.setting else "")
             )

@@ -268,8 +268,7 @@ def _check_fields(dataset: PairDataset) -> None:
     bad, rows = list[BadSample](), np.linspace(0, len(dataset) - 1, min(len(dataset), FIRST_FIELDS), dtype=np.int64)
     for row in rows.tolist():
         try:
-            raw = dataset.read(row)
-            draw(dataset.fields, raw.fields, raw.key, seeds=(0, 0, row), caption=0, of=len(raw.captions.texts))
+            draw(dataset.fields, dataset.read(row), (0, 0, row))
             return
         except BadSample as found:
             bad.append(found)

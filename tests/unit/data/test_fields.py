@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megaclip.data import ImageTransform, TrainLoader, open_pairs
-from megaclip.data.batch import BadSample
+from megaclip.data.batch import BadSample, Captions, RawSample
 from megaclip.data.fields import Field, draw
 from megaclip.errors import DataError
 from tests.unit.data.data_samples import CountingTokenizer, picture, write_table, write_tar
@@ -162,7 +162,7 @@ def test_bad_fields_are_counted_as_bad_samples(tmp_path, fault):
 )  # fmt: skip
 def test_fields_that_cannot_be_used_are_bad_samples(fields, contents, message):
     with pytest.raises(BadSample, match=message):
-        draw(fields, contents, "x", seeds=(0, 0, 0), caption=0, of=1)
+        draw(fields, RawSample(b"", Captions(("a caption",)), "x", contents), (0, 0, 0))
 
 
 @pytest.mark.parametrize("wrong", [{"shape": 3}, {"shape": (0,)}, {"dtype": "float32"}, {"one_of": "rows"}])

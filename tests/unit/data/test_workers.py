@@ -309,7 +309,7 @@ def test_an_error_of_a_source_is_a_data_error_that_names_sample_and_shard(pairs,
     with pytest.raises(DataError, match=expected):
         raise DataError(loaded.fatal)
     evaluation = EvaluationLoader(pairs, ImageTransform(8), None, batch_size=4)
-    with pytest.raises(DataError, match=r"^cannot read (sample 0 of .*00000.tar: OSError|s3://)"):
+    with pytest.raises(DataError, match=r"^(cannot read sample 0 of .*00000.tar: OSError|sample 0: cannot read s3://)"):
         next(iter(evaluation))
 
 
