@@ -28,11 +28,9 @@ from deepspeed import DeepSpeedEngine
 
 from megaclip.checkpoint import store
 from megaclip.checkpoint.deepspeed_files import CopiedFiles
-from megaclip.checkpoint.durable import FileRecord
 from megaclip.checkpoint.host_copy import HostCopies
 from megaclip.checkpoint.store import Target
 from megaclip.comm.collectives import gather_integers, gather_objects
-from megaclip.comm.groups import group_rank
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class BackgroundSaves:
         if save.publishes:
             return Saved(save.target.tag, time.monotonic() - save.started)
         records = store.join(gather_objects(written))
-        self._save = replace(save, job=_in_thread(lambda: _publish(save.target, records)), publishes=True)
+        self._save = replace(save, job=_in_thread(lambda: store.publish(save.target, records)), publishes=True)
         return None
 
     def finish(self) -> Saved | None:
@@ -107,11 +105,6 @@ class BackgroundSaves:
             if (saved := self.poll()) is not None:
                 return saved
         return None
-
-
-def _publish(target: Target, records: dict[str, FileRecord]) -> None:
-    if group_rank() == 0:
-        store.publish(target, records)
 
 
 def _in_thread(work: Callable[[], Any]) -> Future[Any]:

@@ -39,10 +39,7 @@ _ALLOWED: list[Any] = [LossScaler, ZeroStageEnum, fragment_address, (_stage, "bu
 def read_file(path: Path, advice: str = "use a checkpoint that MegaCLIP has written", **options: Any) -> dict[str, Any]:
     """Return the content of a file that `torch.save` or DeepSpeed has written.
 
-    Args:
-        path: the file.
-        advice: what to do if the file contains other objects.
-        options: `map_location` and `mmap` of torch.load.
+    advice: what to do if the file contains other objects. options: `map_location` and `mmap` of torch.load.
 
     Raises:
         CheckpointError: the file is damaged, or holds objects of other classes.

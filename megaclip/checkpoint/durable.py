@@ -31,10 +31,10 @@ class FileRecord(BaseModel):
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a regular file.
+    """Return the text of a regular file. Reading from a named pipe would wait forever.
 
     Raises:
-        OSError: the file cannot be read, or is not a regular file. Reading from a named pipe would wait forever.
+        OSError: the file cannot be read, or is not a regular file.
         ValueError: the file is not in UTF-8.
     """
     if path.exists() and not path.is_file():
@@ -45,10 +45,7 @@ def read_text(path: Path) -> str:
 def save_tensors(content: Any, path: Path) -> FileRecord:
     """Write `content` with `torch.save`; the file and its name are on the disk when the function returns.
 
-    The checksum is computed from the bytes in memory while they are written, so the file is not read again.
-
-    Raises:
-        OSError: the file cannot be written.
+    The checksum is computed from the bytes in memory while they are written. Raises OSError if they cannot be written.
     """
     with path.open("wb", buffering=_BLOCK_BYTES) as stream:
         output = _CheckedOutput(stream)
@@ -103,10 +100,10 @@ def checksum(path: Path) -> FileRecord:
 def sync_files(folder: Path, names: Iterable[str] | None = None) -> dict[str, FileRecord]:
     """Make files below `folder`, and all folders there, survive a power cut; return the files' records by name.
 
-    names: paths relative to `folder`, with slashes. None: all files, except temporary ones, whose names begin with a
-        dot.
+    names: paths relative to `folder`, with slashes. None: all files, except those whose names begin with a dot.
     """
-    found = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    below = list(folder.rglob("*"))
+    found = [path for path in below if path.is_file() and path.name[0] != "."]
     if names is not None:
         found = [folder / name for name in names]
     records = {}
@@ -114,7 +111,7 @@ def sync_files(folder: Path, names: Iterable[str] | None = None) -> dict[str, Fi
         with path.open("rb") as stream:
             os.fsync(stream.fileno())
         records[path.relative_to(folder).as_posix()] = checksum(path)
-    for parent in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+    for parent in (folder, *filter(Path.is_dir, below)):
         sync_folder(parent)
     return records
 

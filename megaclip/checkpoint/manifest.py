@@ -45,12 +45,10 @@ class Manifest(BaseModel):
 
 
 def write(folder: Path, files: Mapping[str, FileRecord] | None = None, *, run: str = "") -> None:
-    """Write the manifest of `folder`, last and atomically.
+    """Write the manifest of `folder`, whose other files must not change any more.
 
-    Args:
-        folder: the folder; its other files must not change any more.
-        files: records of files that are already on the disk. None: make all files survive a power cut, and read them.
-        run: identifier of the run that wrote the folder.
+    files: records of files that are already on the disk. None: make all files survive a power cut, and read them.
+    run: identifier of the run that wrote the folder.
     """
     if files is None:
         files = {name: record for name, record in sync_files(folder).items() if name != MANIFEST}
@@ -70,11 +68,7 @@ def write(folder: Path, files: Mapping[str, FileRecord] | None = None, *, run: s
 
 
 def read(folder: Path) -> Manifest:
-    """Return the manifest of `folder`.
-
-    Raises:
-        CheckpointError: the manifest is missing, is damaged or has a format that this version does not support.
-    """
+    """Return the manifest of `folder`. Raises CheckpointError if it is missing, damaged or of another format."""
     path = folder / MANIFEST
     try:
         content = json.loads(read_text(path))
@@ -90,13 +84,9 @@ def read(folder: Path) -> Manifest:
 
 
 def find_damage(folder: Path, *, only: str | None = None, part: int = 0, parts: int = 1) -> list[str]:
-    """Check the files of `folder` against its manifest; return one text per damaged file, empty if there is none.
+    """Check the files of `folder` against its manifest; return one text per damaged file.
 
-    Args:
-        folder: a checkpoint or an export.
-        only: name of the file to check, which the manifest may lack. None: all files.
-        part: index of the caller's share of the files.
-        parts: number of shares, in which files of about equal sizes are divided in turn.
+    only: name of the file to check, which the manifest may lack. None: all files, or share `part` of `parts` shares.
     """
     try:
         files = read(folder).files
@@ -113,9 +103,9 @@ def find_damage(folder: Path, *, only: str | None = None, part: int = 0, parts: 
 
 
 def find_damage_on_all_ranks(folder: Path, *, only: str | None = None) -> list[str]:
-    """Check the files of `folder`, each on one rank; return the damage on every rank. All ranks must call it.
+    """Check the files of `folder`, each on one rank, or the file `only` on every rank; return the damage on all ranks.
 
-    only: name of the file to check, as for `find_damage`. Every rank reads it.
+    All ranks must call it.
     """
     own = find_damage(folder, only=only, part=group_rank(), parts=group_size())
     return list(dict.fromkeys(problem for problems in gather_objects(own) for problem in problems))

@@ -84,10 +84,8 @@ def check_inside(path: Path, directory: Path) -> None:
     snapshots/COMMIT to blobs, are followed.
     """
     root, target = directory.resolve(), path.resolve()
-    allowed = [root]
-    if root.parent.name == "snapshots":
-        allowed.append(root.parent.parent / "blobs")
-    if not any(target.is_relative_to(place) for place in allowed):
+    blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
+    if not target.is_relative_to(root) and not target.is_relative_to(blobs):
         raise CheckpointError(
             f"{path} is a link to {target}, outside the directory; replace it with a copy of that file if it belongs "
             "to the model, or remove it"
@@ -107,8 +105,7 @@ def read_model_card(
         ConfigError: the card cannot be read, or describes a model that MegaCLIP does not build.
         CheckpointError: the card's "preprocess_cfg" is not a JSON object.
     """
-    directory = Path(directory)
-    path = card_path(directory) or directory / CARD_NAME
+    path = card_path(Path(directory)) or Path(directory) / CARD_NAME
     content = read_card(path)
     if config is None:
         recorded: Towers = "open_clip" if content.get(TOWERS_KEY) == "open_clip" else "auto"
@@ -118,14 +115,13 @@ def read_model_card(
         raise CheckpointError(f"{path}: preprocess_cfg is a {type(preprocess).__name__}, expected a JSON object")
     settings = {**OPENAI_PREPROCESS, **preprocess}
     tuples = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
-    return ModelCard(directory, config, tuples, content.get(KIND_KEY))
+    return ModelCard(Path(directory), config, tuples, content.get(KIND_KEY))
 
 
 def remove_earlier_files(directory: Path, kept: Collection[str]) -> None:
     """Delete the files that the manifest beside an earlier model card lists, except those named `kept`.
 
-    Files of another tokenizer would otherwise be read together with those of the new one. Files that are not in the
-    manifest stay.
+    Files of another tokenizer would otherwise be read together with those of the new one.
     """
     with contextlib.suppress(CheckpointError):  # no manifest, or a damaged one
         listed = manifest.read(directory).files if card_path(directory) is not None else {}
@@ -143,12 +139,8 @@ def write_model_card(
 ) -> None:
     """Write `open_clip_config.json` into `directory`, and copy the tokenizer's files beside it.
 
-    Args:
-        directory: where to write; created if it does not exist.
-        config: the model description. `text_cfg` names the tokenizer (`hf_tokenizer_name` and related settings).
-        preprocess_cfg: how images become pixels: mean, std, interpolation, resize_mode, as in `OPENAI_PREPROCESS`.
-        tokenizer_files: files to copy. Files that are already in `directory` are left unchanged.
-        transformers: `ModelCard.transformers`.
+    preprocess_cfg: mean, std, interpolation, resize_mode, as in `OPENAI_PREPROCESS`. tokenizer_files: those that are
+    already in `directory` are left unchanged. transformers: `ModelCard.transformers`.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

@@ -75,8 +75,7 @@ def import_weights(source: Path, out_dir: Path, model: str | None, *, overwrite:
                 read_model_card(source).warn_of_other_features(model, card.config)
         config, preprocess, kind = card.config, card.preprocess_cfg, card.transformers
     weights = read_weights(source, config)
-    report = compare_weights(meta_model(config), weights)
-    if report.complete:
+    if (report := compare_weights(meta_model(config), weights)).complete:
         require_finite(weights, str(source))
         files = _tokenizer_files(source)
         with new_directory(out_dir, [CARD_NAME, *(path.name for path in files)]) as written:
@@ -99,17 +98,14 @@ def export_checkpoint(
     """Write a checkpoint of a run, or an imported model, to a directory, after every file of it was checked.
 
     Args:
-        source: run, its checkpoints folder or one checkpoint, or a directory with a model card.
+        source, tag, ema: as for `search.locate_model`.
         out_dir: directory to write.
-        tag: name of the checkpoint. None: the latest.
         overwrite: `out_dir` may contain files; those of an earlier export are replaced.
-        ema: export the moving average of the weights.
         formats: "open_clip", "transformers" or both.
         write_tokenizer: writes the tokenizer's files for transformers into a directory.
         data_names: README.md names the training data.
 
-    Returns:
-        the model card of `out_dir`, and the weights under MegaCLIP's names.
+    Returns the model card of `out_dir`, and the weights under MegaCLIP's names.
 
     Raises:
         ConfigError: one of the formats cannot express the model. Nothing was written.
@@ -131,7 +127,7 @@ def export_checkpoint(
             objective = consolidated_weights(folder, tag, ema=ema, of_objective=True)
             others = (manifest.MANIFEST, LOCKED_WEIGHTS, CARD_NAME)
             files = {path.name: path for path in card.directory.iterdir() if path.is_file() and path.name not in others}
-        if content and write_tokenizer is not None:
+        if content and write_tokenizer:
             write_tokenizer(card, Path(temporary))
             files |= {path.name: path for path in Path(temporary).iterdir()}
         with new_directory(out_dir, [*files, README]) as written:
@@ -164,10 +160,8 @@ def _require_expressible(config: ModelDescription) -> None:
 @contextmanager
 def new_directory(out_dir: Path, names: list[str]) -> Iterator[list[str]]:
     """Let the body of a `with` statement write the files `names` and those that it adds to this list; then write the
-    manifest. Files of an earlier import or export are deleted first.
-
-    Raise CheckpointError, and write no manifest, if files of another model are left, which no manifest lists.
-    """
+    manifest. Files of an earlier import or export are deleted first. Raises CheckpointError if files of another model
+    are left, which no manifest lists."""
     with writing(out_dir, CheckpointError):
         make_folders(out_dir)
         remove_earlier_files(out_dir, kept=names)
@@ -184,10 +178,8 @@ def new_directory(out_dir: Path, names: list[str]) -> Iterator[list[str]]:
 
 def _tokenizer_files(source: Path) -> list[Path]:
     """Return the files of a directory that may belong to its tokenizer, by name and size; refuse links out of it."""
-    if not source.is_dir():
-        return []
     others = (CARD_NAME, manifest.MANIFEST, CONFIG_NAME, PROCESSOR_NAME, "processor_config.json")
-    files = [path for path in source.iterdir() if path.suffix in _TOKENIZER_SUFFIXES and path.name not in others]
+    files = [path for path in source.glob("*") if path.suffix in _TOKENIZER_SUFFIXES and path.name not in others]
     files = [path for path in files if not path.name.endswith(INDEX)]
     for path in files:
         check_inside(path, source)

@@ -1,9 +1,6 @@
-"""Read and write weights in open_clip's format.
+"""Read weights for a model, and write them in open_clip's format: `open_clip_model.safetensors`, float32.
 
-A directory that `open_clip.create_model("local-dir:DIR")` loads holds the model card (`checkpoint.model_card`),
-`open_clip_model.safetensors` (float32) and, when the card names an HF tokenizer, the tokenizer's files. MegaCLIP
-exports to this format, imports from it and starts training from it. It is the only weights format besides a run's own
-checkpoints. `weight_files` finds and reads files of weights, and `models.weights` fits them to a model.
+`weight_files` finds and reads files of weights, and `models.weights` fits them to a model.
 """
 
 from pathlib import Path
@@ -59,14 +56,11 @@ def pretrained_weights(
 
 
 def write_weights(directory: str | Path, state_dict: StateDict, config: ModelDescription) -> Path:
-    """Write MegaCLIP's state dict to `open_clip_model.safetensors`, with open_clip's names, in float32.
-
-    Returns:
-        the path of the file.
+    """Write MegaCLIP's state dict to `open_clip_model.safetensors`; return the path of the file.
 
     Raises:
-        CheckpointError: the parameters or their shapes differ from those of the model that `config` describes.
-        OSError: the file cannot be written; nothing of it is left.
+        CheckpointError: as `open_clip_tensors`.
+        OSError: as `write_tensors`.
     """
     path = Path(directory) / WEIGHTS_NAME
     write_tensors(path, open_clip_tensors(state_dict, config))
@@ -74,7 +68,11 @@ def write_weights(directory: str | Path, state_dict: StateDict, config: ModelDes
 
 
 def open_clip_tensors(state_dict: StateDict, config: ModelDescription) -> StateDict:
-    """Return MegaCLIP's state dict with open_clip's names, in float32. Raises CheckpointError as `write_weights`."""
+    """Return MegaCLIP's state dict with open_clip's names, in float32.
+
+    Raises:
+        CheckpointError: the parameters or their shapes differ from those of the model that `config` describes.
+    """
     model = meta_model(config)
     compare_weights(model, state_dict).require_complete("the weights do not fit the model in the card")
     exact = {name: state_dict[name].to(weight.dtype).contiguous() for name, weight in model.named_weights().items()}
@@ -91,9 +89,8 @@ def write_tensors(path: Path, tensors: StateDict) -> None:
         with replacing(path, durable=False) as temporary:
             temporary.touch()
             mode = temporary.stat().st_mode  # the mode of the umask; safetensors lets only the owner read
-            save_file(
-                {name: value.contiguous() for name, value in tensors.items()}, temporary, metadata={"format": "pt"}
-            )
+            whole = {name: value.contiguous() for name, value in tensors.items()}
+            save_file(whole, temporary, metadata={"format": "pt"})
             temporary.chmod(mode)
     except SafetensorError as error:
         raise OSError(first_line(error)) from None
@@ -109,7 +106,7 @@ def assigned_model(config: ModelDescription, state_dict: StateDict) -> DualEncod
     """Return a float32 model in evaluation mode whose parameters are the (converted) tensors of `state_dict`.
 
     Raises:
-        CheckpointError: the parameters or their shapes differ from those of the model that `config` describes.
+        CheckpointError: as `open_clip_tensors`.
     """
     on_meta = isinstance(config, ModelConfig)  # open_clip's modules have constants that are in no state dict
     model = meta_model(config) if on_meta else build_model(config)

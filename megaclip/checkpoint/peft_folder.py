@@ -5,7 +5,6 @@ The folder has adapter_config.json, adapter_model.safetensors (float32) and a ma
 """
 
 from pathlib import Path
-from typing import Any
 
 from megaclip.checkpoint.adapters import lora_state
 from megaclip.checkpoint.model_card import read_model_card
@@ -19,8 +18,7 @@ from megaclip.models.open_clip_keys import SCALARS, StateDict
 from megaclip.models.transformers_config import config_of
 from megaclip.models.transformers_keys import transformers_name
 
-WEIGHTS_NAME = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+_WEIGHTS_NAME = "adapter_model.safetensors"
 
 
 def export_adapters(
@@ -28,15 +26,12 @@ def export_adapters(
 ) -> StateDict:
     """Write the adapters of a checkpoint to a folder, after every file of the checkpoint was checked.
 
-    Args:
-        source, tag, overwrite, ema: as for `open_clip_directory.export_checkpoint`.
-
-    Returns:
-        the scalars of the loss, which the folder does not have.
+    The arguments are those of `open_clip_directory.export_checkpoint`. Returns the scalars of the loss, which the
+    folder does not have.
 
     Raises:
         ConfigError: transformers has no such model.
-        CheckpointError: the run has no adapters, transformers has no such layers, or a path is refused.
+        CheckpointError: the run has no adapters, transformers has no such layers, or `out_dir` cannot be written.
     """
     folder, tag = locate(source, tag)
     check_output(out_dir, folder, overwrite=overwrite)
@@ -50,17 +45,7 @@ def export_adapters(
     bias = 0.0 if "timm_model_name" in description["vision_cfg"] else None  # the folder does not have it
     config_of(description | {"init_logit_bias": bias})  # raises if transformers has no such model
     trained = consolidated_weights(folder, tag, ema=ema, merges=False)
-    write_adapters(out_dir, trained, settings)
-    return {name: trained[name] for name in SCALARS if name in trained}
-
-
-def write_adapters(out_dir: Path, trained: StateDict, settings: dict[str, Any]) -> None:
-    """Write adapters to a folder. trained: by the names of a run. settings: those of `megaclip.lora`.
-
-    Raises:
-        CheckpointError: transformers has no layer of an adapter, or a file cannot be written.
-    """
-    weights: StateDict = {}
+    layers, weights = set[str](), StateDict()
     for name, value in trained.items():
         layer, is_adapter, part = name.partition(".lora_")
         if not is_adapter:
@@ -70,9 +55,10 @@ def write_adapters(out_dir: Path, trained: StateDict, settings: dict[str, Any]) 
                 f"{layer} has an adapter, and transformers' models have no such layer; use --format open_clip, which "
                 "merges it"
             )
+        layers.add(theirs)
         part = part.replace(".default.weight", "" if part.startswith("magnitude_vector") else ".weight")
-        weights[f"{theirs}.lora_{part}"] = value.detach()
-    layers = sorted({name.partition(".lora_")[0] for name in weights})
-    with new_directory(out_dir, ["adapter_config.json", WEIGHTS_NAME]):
-        adapter_config(layers, settings, inference_mode=True).save_pretrained(str(out_dir))
-        write_tensors(out_dir / WEIGHTS_NAME, {f"{_PREFIX}{name}": value for name, value in weights.items()})
+        weights[f"base_model.model.{theirs}.lora_{part}"] = value
+    with new_directory(out_dir, ["adapter_config.json", _WEIGHTS_NAME]):
+        adapter_config(sorted(layers), settings, inference_mode=True).save_pretrained(str(out_dir))
+        write_tensors(out_dir / _WEIGHTS_NAME, weights)
+    return {name: trained[name] for name in SCALARS if name in trained}

@@ -71,11 +71,7 @@ class SavedStates:
 
     @classmethod
     def open(cls, folder: Path) -> "SavedStates":
-        """Memory-map the files of the checkpoint in `folder`, which is whole (`search.require_whole`).
-
-        Raises:
-            CheckpointError: a file is damaged or holds other objects.
-        """
+        """Memory-map the files of the checkpoint in `folder`, which is whole (`search.require_whole`)."""
         model_files = {
             (int(match[2]), int(match[1] or 0)): path
             for path in folder.iterdir()
@@ -90,10 +86,10 @@ class SavedStates:
         saved.counters = {name: first[name] for name in ("global_steps", "global_samples", "skipped_steps")}
         for tensor_rank in range(saved.tensor_ranks):
             optimizers = [_map(path)["optimizer_state_dict"] for path in _optimizer_files(folder, tensor_rank)]
-            if one_model_file:
-                saved._add_model_file(_map(model_files[tensor_rank, 0]), optimizers, tensor_rank)
-                continue
             model = _map(model_files[tensor_rank, 0])
+            if one_model_file:
+                saved._add_model_file(model, optimizers, tensor_rank)
+                continue
             for rank, optimizer in enumerate(optimizers):
                 if rank and model["frozen_param_fragments"]:  # all else in them is equal on all ranks
                     model = _map(model_files[tensor_rank, rank])
@@ -131,7 +127,6 @@ class SavedStates:
         """Fill `out` with consecutive elements of one tensor-parallel rank's part of a parameter.
 
         Args:
-            name: the parameter.
             kind: FP32, WORKING, or one of `state_kinds`.
             shape: shape of that part, which is the whole parameter where tensor parallelism does not split it.
             group: tensor-parallel group of the rank that reads.
@@ -175,14 +170,12 @@ class SavedStates:
         """Add a parameter's piece of a flat group. Padding may make state tensors longer than `fp32`, never shorter."""
         place = slice(start, start + numel)
         self._add(name, FP32, tensor_rank, fp32[place])
-        tensors = {
-            kind: value
-            for kind, value in state.items()
-            if torch.is_tensor(value) and value.ndim and value.numel() >= len(fp32)
-        }
-        for kind, value in tensors.items():
-            self._add(name, kind, tensor_rank, value.view(-1)[place])
-        self.numbers[name] = {kind: value for kind, value in state.items() if kind not in tensors}
+        self.numbers[name] = {}
+        for kind, value in state.items():
+            if torch.is_tensor(value) and value.ndim and value.numel() >= len(fp32):
+                self._add(name, kind, tensor_rank, value.view(-1)[place])
+            else:
+                self.numbers[name][kind] = value
 
     def _add_model_file(self, model: dict[str, Any], optimizers: list[dict[str, Any]], tensor_rank: int) -> None:
         """Add a tensor-parallel rank's files at ZeRO-0 to 2. The model file holds the working copies of all weights."""
@@ -238,8 +231,7 @@ def consolidated_weights(
     does not update has no moving average, so its value is used.
 
     Args:
-        folder: RUN/checkpoints.
-        tag: name of the checkpoint, such as "step_00000100", which is whole.
+        folder: RUN/checkpoints, with the whole checkpoint `tag`.
         ema: return the moving averages of the weights. Buffers (running statistics) are those of the last step.
         merges: merge adapters (`megaclip.lora`) with the weights below them; otherwise return the adapters alone.
         of_objective: return the weights of the run's objective instead of those of the model.
@@ -255,20 +247,14 @@ def consolidated_weights(
                 f"{step} has no moving averages of the weights (--ema), which a run saves if megaclip.ema_decay is "
                 "set; leave out --ema"
             )
-        wanted = [name for name in (*saved.shapes, *saved.buffers) if name.startswith(OBJECTIVE) == of_objective]
-        weights = {
-            name: saved.buffers[name].clone() if name in saved.buffers else saved.whole(name, ema=ema)
-            for name in wanted
-        }
+        buffers = saved.buffers
+        names = [name for name in (*saved.shapes, *buffers) if name.startswith(OBJECTIVE) == of_objective]
+        weights = {name: buffers[name].clone() if name in buffers else saved.whole(name, ema=ema) for name in names}
     return merged_weights(step, weights) if merges and has_adapters(weights) else weights
 
 
 def read_model(folder: Path, tag: str | None, *, ema: bool = False) -> tuple[ModelCard, StateDict]:
-    """Return the model card and the weights, by MegaCLIP's names, of what `search.locate_model` found.
-
-    Raises:
-        MegaclipError: a file cannot be read.
-    """
+    """Return the model card and the weights, by MegaCLIP's names, of what `search.locate_model` found."""
     if tag is not None:
         return read_model_card(folder / MODEL_CARD), consolidated_weights(folder, tag, ema=ema)
     card = read_model_card(folder)

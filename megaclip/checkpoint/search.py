@@ -78,18 +78,14 @@ def holds_checkpoints(folder: Path) -> bool:
 
 
 def find_latest(folder: Path) -> str | None:
-    """Return the tag of the newest complete checkpoint in `folder`, or None if it holds none.
-
-    It is the checkpoint that `latest` names. Without this file, or if it names none, it is the checkpoint that was
-    saved last, with a warning.
+    """Return the first of `candidates`, or None if `folder` holds no complete checkpoint.
 
     Raises:
         CheckpointError: `latest` names a checkpoint that does not exist or is incomplete.
     """
-    tag = latest_tag(folder)
-    if tag is None:
-        return next(iter(candidates(folder)), None)
-    require_complete(folder, tag)
+    tag = next(iter(candidates(folder)), None)
+    if tag is not None:
+        require_complete(folder, tag)
     return tag
 
 
@@ -124,14 +120,10 @@ def latest_tag(folder: Path) -> str | None:
 
 
 def locate(path: Path, tag: str | None = None) -> tuple[Path, str]:
-    """Return the checkpoints folder and the tag for a path that a user gave.
+    """Return the checkpoints folder and the tag of a checkpoint that a user gave.
 
-    Args:
-        path: a step's folder, a checkpoints folder, or the folder of a run.
-        tag: name of a checkpoint, such as "step_00000100"; None selects the latest.
-
-    Raises:
-        CheckpointError: `path` is none of the three, or does not hold that checkpoint, or the checkpoint is incomplete.
+    path: a step's folder, a checkpoints folder, or the folder of a run. tag: name of a checkpoint, such as
+    "step_00000100"; None selects the latest. Raises CheckpointError if it does not exist or is incomplete.
     """
     if (path / CARD_NAME).is_file():
         raise CheckpointError(
@@ -161,12 +153,9 @@ def locate(path: Path, tag: str | None = None) -> tuple[Path, str]:
 
 
 def locate_model(source: Path, tag: str | None = None, *, ema: bool = False) -> tuple[Path, str | None]:
-    """Return the checkpoints folder and the tag of a run's checkpoint, or `source` and None if it is a model.
+    """Return what `locate` returns, or `source` and None if it is a directory with a model card.
 
-    Args:
-        source: directory with a model card, or a path that `locate` accepts.
-        tag: as for `locate`.
-        ema: the moving average of the weights is wanted, which only a run has.
+    ema: the moving average of the weights is wanted, which only a run has.
 
     Raises:
         ConfigError: `tag` or `ema` was given for a model.
@@ -215,10 +204,7 @@ def require_complete(folder: Path, tag: str) -> None:
 
 
 def require_whole(folder: Path, tag: str) -> None:
-    """Raise CheckpointError, which names the damaged files, unless checkpoint `tag` is whole.
-
-    All ranks must call it.
-    """
+    """Raise CheckpointError unless checkpoint `tag` is whole. All ranks must call it."""
     if problems := manifest.find_damage_on_all_ranks(folder / tag):
         raise CheckpointError(
             f"checkpoint {str(folder / tag)!r} is damaged: {manifest.summary(problems)}; choose a whole one, "

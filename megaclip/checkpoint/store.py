@@ -30,7 +30,7 @@ from megaclip.checkpoint.search import (
     STATE,
     all_tags,
     is_complete,
-    read_latest,
+    latest_tag,
     run_of,
     step_of,
     tag_of,
@@ -76,26 +76,17 @@ class Target:
 def save(engine: DeepSpeedEngine, target: Target, loss_state: dict[str, Any] | None = None) -> str:
     """Write a checkpoint from all ranks, make `latest` name it, and delete old checkpoints of this run.
 
-    Args:
-        engine: its parameters and optimizer state are written.
-        target: the checkpoint.
-        loss_state: this rank's part of the loss's own state (tensors, numbers, strings), or None.
-
-    Returns:
-        the tag (folder name) of the checkpoint.
-
-    Raises:
-        CheckpointError: on every rank, if any rank cannot write.
+    loss_state: this rank's part of the loss's own state (tensors, numbers, strings), or None. Returns the tag (folder
+    name) of the checkpoint. Raises CheckpointError on every rank, if any rank cannot write.
     """
     files = CheckedFiles()
     write_rank(engine, target, loss_state, files)
     records: dict[str, FileRecord] = {}
     with writing(target.folder):
         records = finish_rank(target, files)
-    all_records = join(gather_objects(records))
+    records = join(gather_objects(records))
     with writing(target.folder):
-        if group_rank() == 0:
-            publish(target, all_records)
+        publish(target, records)
     return target.tag
 
 
@@ -143,13 +134,13 @@ def join(records: Iterable[dict[str, FileRecord]]) -> dict[str, FileRecord]:
 
 
 def publish(target: Target, files: dict[str, FileRecord]) -> None:
-    """Write state.json, the manifest and `latest`, in this order, and delete old checkpoints; on the first rank.
+    """Write state.json, the manifest and `latest`, in this order, and delete old checkpoints; on the first rank only.
 
-    It does not communicate and may run in any thread. files: records of the files of all ranks.
-
-    Raises:
-        OSError: a file cannot be written.
+    It does not communicate and may run in any thread. files: records of the files of all ranks. Raises OSError if a
+    file cannot be written.
     """
+    if group_rank() != 0:
+        return
     folder, checkpoint = target.folder, target.folder / target.tag
     write_atomically(checkpoint / STATE, json.dumps({**target.state, "format": _STATE_FORMAT}, indent=1))
     manifest.write(checkpoint, {**files, STATE: checksum(checkpoint / STATE)}, run=target.run)
@@ -164,11 +155,10 @@ def _clear(folder: Path, tag: str, run: str) -> None:
     A run that has resumed from an earlier step may save again at the step that `latest` names. A complete checkpoint of
     another run is renamed, never deleted.
     """
-    latest = folder / LATEST
-    if read_latest(folder) == tag:
+    if latest_tag(folder) == tag:
         earlier = [old for old in all_tags(folder) if old < tag and is_complete(folder, old)]
         if earlier:
-            write_atomically(latest, earlier[-1])
+            write_atomically(folder / LATEST, earlier[-1])
     if is_complete(folder, tag) and run_of(folder, tag) != run:
         number = next(number for number in range(1, 10**9) if not (folder / f"{tag}.old{number}").exists())
         (folder / tag).rename(folder / f"{tag}.old{number}")
@@ -204,10 +194,7 @@ def _to_delete(target: Target) -> list[str]:
 
 def _every(tags: list[str], steps: int | None) -> list[str]:
     """Return the first of `tags` at or after each multiple of `steps`, except those before the first multiple."""
-    first: dict[int, str] = {}
-    for tag in sorted(tags, reverse=True):
-        if steps is not None:
-            first[step_of(tag) // steps] = tag
+    first = {} if steps is None else {step_of(tag) // steps: tag for tag in sorted(tags, reverse=True)}
     return [tag for block, tag in first.items() if block]
 
 
@@ -231,15 +218,12 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def read_state(folder: Path, tag: str) -> dict[str, Any]:
-    """Return the `state` that was given to `save`, of a checkpoint that is whole (`search.require_whole`)."""
+    """Return the state of a checkpoint that is whole (`search.require_whole`)."""
     state: dict[str, Any] = json.loads((folder / tag / STATE).read_text(encoding="utf-8"))
     return state
 
 
 def read_loss_states(folder: Path, tag: str) -> Iterator[dict[str, Any]]:
-    """Yield the loss's state of every rank that saved, in rank order; yield nothing if the loss had no state.
-
-    Raises CheckpointError if a file cannot be read.
-    """
+    """Yield the loss's state of every rank that saved, in rank order. Raises CheckpointError if one cannot be read."""
     for path in sorted((folder / tag).glob(f"{LOSS_STATE}*.pt")):
         yield read_file(path, map_location="cpu")

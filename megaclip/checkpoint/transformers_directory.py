@@ -23,11 +23,7 @@ MAX_PART = "5GB"
 
 
 def transformers_content(card: ModelCard) -> dict[str, dict[str, Any]]:
-    """Return the content of config.json and preprocessor_config.json.
-
-    Raises:
-        ConfigError: transformers has no such model or image processor; the message names the setting.
-    """
+    """Return the content of config.json and preprocessor_config.json. Raises ConfigError if transformers has none."""
     config = config_of(card.config.to_open_clip(), card.transformers)
     processor = processor_of(card.preprocess_cfg, card.config.vision_cfg.image_size, config["model_type"])
     return {CONFIG_NAME: config, PROCESSOR_NAME: processor}
@@ -38,12 +34,7 @@ def write_transformers(
 ) -> list[str]:
     """Write config.json, the image processor and the weights, float32, in parts of at most `MAX_PART`.
 
-    Args:
-        content: what `transformers_content` returned.
-        weights: MegaCLIP's names.
-
-    Returns:
-        the names of the files.
+    content: what `transformers_content` returned. weights: by MegaCLIP's names. Returns the names of the files.
 
     Raises:
         CheckpointError: the weights are not those of the model in the card.
@@ -67,10 +58,8 @@ def write_transformers(
 def readme(formats: list[str], state: dict[str, Any] | None, *, data_names: bool) -> str:
     """Return the README.md of an export, which the Hugging Face hub shows.
 
-    Args:
-        formats: "open_clip", "transformers" or both.
-        state: state.json of the checkpoint; None: the weights are not those of a run.
-        data_names: list the sources of the training data.
+    state: state.json of the checkpoint; None: the weights are not those of a run. data_names: list the sources of the
+    training data.
     """
     library = "open_clip" if "open_clip" in formats else "transformers"
     header = ModelCardData(library_name=library, pipeline_tag="zero-shot-image-classification", tags=["clip"])

@@ -79,12 +79,9 @@ _NOT_PARAMETERS = {_OPENAI, "context_length", "vocab_size", "attn_mask"}
 def read_tensors(path_or_dir: str | Path, *, quick_gelu: bool = True) -> StateDict:
     """Return the tensors of a file, on the CPU, with its dtypes and open_clip's names without prefixes of wrappers.
 
-    Names of transformers' CLIPModel, SiglipModel and Siglip2Model are translated.
-
-    Args:
-        path_or_dir: a file of safetensors, of torch.save or of torch.jit.save (as OpenAI's), or a directory with one
-            or with one in parts, as transformers saves large models.
-        quick_gelu: the model that gets the weights has this activation. OpenAI's weights require it.
+    path_or_dir: a file of safetensors, of torch.save or of torch.jit.save (as OpenAI's), or a directory with one or
+    with one in parts, as transformers saves large models. Names of its CLIPModel, SiglipModel and Siglip2Model are
+    translated. quick_gelu: the model that gets the weights has this activation. OpenAI's weights require it.
 
     Raises:
         CheckpointError: the file does not exist, cannot be read, or holds something else.
@@ -98,12 +95,15 @@ def read_tensors(path_or_dir: str | Path, *, quick_gelu: bool = True) -> StateDi
     for name, value in found.items():
         if name in _NOT_PARAMETERS or name.endswith(".position_ids"):  # the latter in files of older transformers
             continue
+        kind = type(value).__name__
+        if isinstance(value, torch.Tensor):
+            kind = f"{value.layout} tensor of {value.dtype} on {value.device}"
         is_dense = isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type == "cpu"
         counts_batches = name.endswith("num_batches_tracked")  # of a batch norm
         is_float = is_dense and value.is_floating_point() and value.dtype.itemsize > 1  # 8 bits have scales elsewhere
         if not is_float and not (is_dense and counts_batches and value.dtype == torch.int64):
             raise CheckpointError(
-                f"{path}: entry {name!r} is a {_kind(value)}, expected a floating-point tensor of at least 16 bits"
+                f"{path}: entry {name!r} is a {kind}, expected a floating-point tensor of at least 16 bits"
             )
         tensors[name] = value
     return from_transformers(tensors) if is_transformers(tensors) else tensors
@@ -196,11 +196,9 @@ def _archived(path: Path) -> dict[str, Any]:
 
 
 def _scripted(path: Path, pickled: bytes) -> StateDict:
-    """Return the tensors of a TorchScript archive, with PyTorch's reader of files of torch.save.
+    """Return the tensors of a TorchScript archive, whose data.pkl is `pickled`, with PyTorch's reader of torch.save.
 
     torch.jit.load would build the archive's functions. Here its own classes become `_Inert` objects.
-
-    pickled: the archive's data.pkl.
     """
     used = {str(name).replace(" ", ".") for code, name, _ in pickletools.genops(pickled) if code.name == "GLOBAL"}
     own = [(_Inert, name) for name in used if name.startswith(("__torch__.", "torch.jit._pickle."))]
@@ -270,9 +268,3 @@ def _unwrapped(tensors: dict[str, Any], path: Path) -> dict[str, Any]:
         other = next(name for name in named if not name.startswith(root))
         logger.warning("%s: entries outside %s are not read: %d (first: %s)", path, root, len(named) - len(own), other)
     return own
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.layout} tensor of {value.dtype} on {value.device}"
-    return type(value).__name__

@@ -27,13 +27,6 @@ from pathlib import Path
 from megaclip.commands.argument_types import CommandParser
 from megaclip.errors import CheckpointError, ConfigError, first_line
 
-FORMATS = {
-    "open_clip": ("open_clip",),
-    "transformers": ("transformers",),
-    "both": ("open_clip", "transformers"),
-    "peft": (),
-}
-
 
 def main() -> None:
     arguments = parse_arguments()
@@ -45,7 +38,7 @@ def main() -> None:
     from megaclip.data.text_cleaning import clean_caption
     from megaclip.engine.transformers_tokenizer import tokenizer_beside, write_transformers_tokenizer
 
-    formats, options = FORMATS[arguments.format], {"overwrite": arguments.overwrite, "ema": arguments.ema}
+    options = {"overwrite": arguments.overwrite, "ema": arguments.ema}
     if arguments.format == "peft":
         if arguments.verify or arguments.with_data_names:
             raise ConfigError("--verify and --with-data-names cannot be used with --format peft; leave them out")
@@ -55,14 +48,10 @@ def main() -> None:
         if arguments.push_to_hub is not None:
             push_to_hub(arguments.out_dir, arguments.push_to_hub)
         return
+    formats = ["open_clip", "transformers"] if arguments.format == "both" else [arguments.format]
+    options |= {"formats": formats, "data_names": arguments.with_data_names}
     card, weights = export_checkpoint(
-        arguments.run,
-        arguments.out_dir,
-        arguments.tag,
-        **options,
-        formats=formats,
-        write_tokenizer=write_transformers_tokenizer,
-        data_names=arguments.with_data_names,
+        arguments.run, arguments.out_dir, arguments.tag, write_tokenizer=write_transformers_tokenizer, **options
     )
     print(f"wrote {arguments.out_dir}")
     if arguments.verify:
@@ -93,11 +82,7 @@ def main() -> None:
 
 
 def push_to_hub(directory: Path, name: str) -> None:
-    """Upload a directory to a repository of the Hugging Face hub, which is created as private if it does not exist.
-
-    Raises:
-        CheckpointError: the upload failed; the message gives the reason.
-    """
+    """Upload a directory to a repository of the Hugging Face hub, which is created as private if it does not exist."""
     import huggingface_hub
 
     api = huggingface_hub.HfApi()
@@ -118,7 +103,8 @@ def parse_arguments() -> argparse.Namespace:
         "run", type=Path, metavar="RUN", help="run (runs/NAME), its checkpoints folder, one checkpoint, or a model"
     )
     parser.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="directory to write")
-    parser.add_argument("--format", choices=FORMATS, default="open_clip", help="libraries that can load OUT_DIR")
+    formats = ["open_clip", "transformers", "both", "peft"]
+    parser.add_argument("--format", choices=formats, default="open_clip", help="libraries that can load OUT_DIR")
     parser.add_argument("--tag", help="checkpoint of the run, such as step_00000100 (default: the latest)")
     parser.add_argument("--ema", action="store_true", help="export the moving average of the weights (ema_decay)")
     parser.add_argument("--overwrite", action="store_true", help="write to OUT_DIR even if it is not empty")
