@@ -5,6 +5,7 @@ The folder has adapter_config.json, adapter_model.safetensors (float32) and a ma
 """
 
 from pathlib import Path
+from typing import Any
 
 from megaclip.checkpoint.adapters import lora_state
 from megaclip.checkpoint.model_card import read_model_card
@@ -45,6 +46,12 @@ def export_adapters(
     bias = 0.0 if "timm_model_name" in description["vision_cfg"] else None  # the folder does not have it
     config_of(description | {"init_logit_bias": bias})  # raises if transformers has no such model
     trained = consolidated_weights(folder, tag, ema=ema, merges=False)
+    write_adapters(out_dir, trained, settings)
+    return {name: trained[name] for name in SCALARS if name in trained}
+
+
+def write_adapters(out_dir: Path, trained: StateDict, settings: dict[str, Any]) -> None:
+    """Write the adapters among the parameters of a run to a folder. settings: those of `megaclip.lora`."""
     layers, weights = set[str](), StateDict()
     for name, value in trained.items():
         layer, is_adapter, part = name.partition(".lora_")
@@ -57,8 +64,7 @@ def export_adapters(
             )
         layers.add(theirs)
         part = part.replace(".default.weight", "" if part.startswith("magnitude_vector") else ".weight")
-        weights[f"base_model.model.{theirs}.lora_{part}"] = value
+        weights[f"base_model.model.{theirs}.lora_{part}"] = value.detach()
     with new_directory(out_dir, ["adapter_config.json", _WEIGHTS_NAME]):
         adapter_config(sorted(layers), settings, inference_mode=True).save_pretrained(str(out_dir))
         write_tensors(out_dir / _WEIGHTS_NAME, weights)
-    return {name: trained[name] for name in SCALARS if name in trained}

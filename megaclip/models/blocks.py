@@ -146,7 +146,8 @@ class Attention(nn.Module):
         rotation: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the heads' weighted means of the values, (b, Q, C)."""
-        heads = [self._split_heads(x) for x in (q_bQC, k_bLC, v_bLC)]
+        # -1, because a rank has fewer heads if the projections are split over tensor-parallel ranks.
+        heads = [x.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for x in (q_bQC, k_bLC, v_bLC)]
         if rotation is not None:
             heads[:2] = [rotate(x, rotation[..., : x.shape[2], :]) for x in heads[:2]]
         if position is None:
@@ -164,10 +165,6 @@ class Attention(nn.Module):
         if isinstance(position, int):
             return None if position % tokens == tokens - 1 else (every <= position % tokens)[None]
         return every <= position[:, None, None, None]
-
-    def _split_heads(self, x_bLC: torch.Tensor) -> torch.Tensor:
-        # -1, because a rank has fewer heads if the projections are split over tensor-parallel ranks.
-        return x_bLC.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
 
 class Mlp(nn.Module):

@@ -8,6 +8,7 @@ from megaclip.comm.parallelism import ONE_RANK
 from megaclip.models.config import ModelConfig, TimmVisionConfig
 from megaclip.models.dual_encoder import DualEncoder
 from megaclip.models.layers import LayerFactory
+from megaclip.models.open_clip_layers import layer_groups, repeated_blocks
 from megaclip.models.text import TextTower
 from megaclip.models.vision import VisionTower
 
@@ -45,7 +46,7 @@ class ClipModel(DualEncoder):
         stem.
         """
         tower = self.parts()[name]
-        groups = self.layer_groups(tower)
+        groups = layer_groups(tower)
         tower.requires_grad_(False)
         for group in groups[len(groups) - min(unlocked_groups, len(groups)) :]:
             for parameter in group:
@@ -53,5 +54,5 @@ class ClipModel(DualEncoder):
 
     def blocks_to_compile(self, tower: nn.Module) -> list[nn.Module]:
         """Return all blocks except a last one that computes one token."""
-        blocks = self.tower_blocks(tower)
+        blocks = repeated_blocks(tower)
         return blocks if getattr(tower, "attn_pool", None) is not None else blocks[:-1]

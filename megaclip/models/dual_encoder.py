@@ -30,7 +30,7 @@ from megaclip.models.compilation import compiled_class
 from megaclip.models.config import ModelConfig
 from megaclip.models.layers import own_rows
 from megaclip.models.open_clip_config import OpenClipConfig
-from megaclip.models.open_clip_layers import layer_groups, repeated_blocks
+from megaclip.models.open_clip_layers import repeated_blocks
 from megaclip.models.packing import Pieces
 from megaclip.models.text import caption_lengths, cut_lengths, is_cut_exact
 from megaclip.zero.parameters import gathered_shape
@@ -185,7 +185,7 @@ class DualEncoder(nn.Module, abc.ABC):
             ConfigError: a tower has no blocks.
         """
         for name, tower in self.parts().items():
-            blocks = self.tower_blocks(tower)
+            blocks = repeated_blocks(tower)
             if not blocks and checkpoint_fn is not None:
                 raise ConfigError(
                     f"activation_checkpointing: the {name} tower {type(tower).__name__} has no blocks to checkpoint; "
@@ -220,28 +220,16 @@ class DualEncoder(nn.Module, abc.ABC):
             is_tower = name in TOWER_PREFIXES  # a decoder reads the tokens of both towers
             below = [next(part.parameters())] if is_tower else [*self.visual.parameters(), *self.text.parameters()]
             has_gradient = all(parameter.requires_grad for parameter in below)
-            for block in self.tower_blocks(part):
+            for block in repeated_blocks(part):
                 trained = any(parameter.requires_grad for parameter in block.parameters())
                 reads_images = any(parameter is below[0] for parameter in block.parameters())
                 found.append((block, not trained or (has_gradient and not reads_images)))
                 has_gradient = has_gradient or (trained and is_tower)
         return found
 
-    def tower_blocks(self, tower: nn.Module) -> list[nn.Module]:
-        """Return the blocks of a tower that activation checkpointing recomputes, from input to output."""
-        return repeated_blocks(tower)
-
-    def layer_groups(self, tower: nn.Module) -> list[list[nn.Parameter]]:
-        """Return the parameters of a tower in groups from input to output, each parameter in one group.
-
-        The groups are a stem, the layers, and the head, as in open_clip and timm. Raises ConfigError if the layers of
-        the tower are not known.
-        """
-        return layer_groups(tower)
-
     def blocks_to_compile(self, tower: nn.Module) -> list[nn.Module]:
         """Return the blocks of a tower that are worth compiling."""
-        return self.tower_blocks(tower)
+        return repeated_blocks(tower)
 
     def compile_towers(
         self, whole_image_tower: bool, where: Callable[[nn.Module], bool], *, recomputes: bool = False
@@ -251,7 +239,7 @@ class DualEncoder(nn.Module, abc.ABC):
         whole_image_tower: compile the image tower as a whole, else block by block. where: returns False for blocks
         that must not be compiled. recomputes: compute layer norms and activation functions again in the backward pass.
         """
-        classes: dict[type, type] = {}
+        compiled_once = functools.cache(compiled_class)
         parts = []
         # Captions that are cut have several lengths, and a block compiles faster than a tower.
         wholes = ("image",) if is_cut_exact(self.config.text_cfg) else ("image", "text")
@@ -259,10 +247,7 @@ class DualEncoder(nn.Module, abc.ABC):
             whole = whole_image_tower and name in wholes
             modules = [tower] if whole else [block for block in self.blocks_to_compile(tower) if where(block)]
             for module in modules:
-                kind = type(module)
-                if kind not in classes:
-                    classes[kind] = compiled_class(kind, recomputes=recomputes)
-                module.__class__ = classes[kind]
+                module.__class__ = compiled_once(type(module), recomputes=recomputes)
             parts.append(f"{name} {'tower' if whole else 'blocks' if modules else 'tower not'}")
         compiled = f"compiled {' and '.join(parts)}"
         return f"{compiled} with selective recomputation" if recomputes else compiled
@@ -278,21 +263,12 @@ class DualEncoder(nn.Module, abc.ABC):
         buffers = {name: buffer for name, buffer in self.named_buffers() if name in saved}
         return {**dict(self.named_parameters()), **buffers}
 
-    def move_buffers(self, device: torch.device) -> None:
-        """Move the buffers, but no parameters, to a device."""
-        for module in self.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(device))
-
     def statistics(self, tower: nn.Module) -> list[torch.Tensor]:
         """Return the buffers of a tower's batch norms, which its forward passes in training change."""
         return [buffer for module in tower.modules() if isinstance(module, _BatchNorm) for buffer in module.buffers()]
 
     def no_weight_decay_names(self) -> set[str]:
-        """Return the names of the parameters that open_clip trains without weight decay.
-
-        These are vectors, norms, biases and the logit scale.
-        """
+        """Return the names of the parameters that open_clip trains without weight decay: vectors, norms and biases."""
         return {
             name
             for name, parameter in self.named_parameters()

@@ -41,13 +41,9 @@ def split_dim(name: str) -> int | None:
 
 
 def whole_shape(name: str, parameter: Any, group: RankGroup) -> torch.Size:
-    """Return the shape of the whole parameter, of which this rank has a part.
-
-    parameter: may be partitioned by ZeRO-3 as well.
-    """
+    """Return the shape of the whole parameter, of which this rank has a part; ZeRO-3 may have partitioned it as well."""
     shape = list(gathered_shape(parameter))
-    dim = split_dim(name)
-    if dim is not None:
+    if (dim := split_dim(name)) is not None:
         shape[dim] *= group.size
     return torch.Size(shape)
 
@@ -86,16 +82,14 @@ class LayerFactory:
         """
         if self.group.size == 1:
             return nn.Linear(inputs, outputs, bias)
-        by_output, _ = _megatron_layers()
-        layer: nn.Module = by_output(inputs, outputs, self.group, shares_input, bias)
+        layer: nn.Module = _megatron_layers()[0](inputs, outputs, self.group, shares_input, bias)
         return layer
 
     def by_input(self, inputs: int, outputs: int) -> nn.Module:
         """Return a layer (.., inputs / T) -> (.., outputs) with a bias; its output is summed over the group."""
         if self.group.size == 1:
             return nn.Linear(inputs, outputs)
-        _, by_input = _megatron_layers()
-        layer: nn.Module = by_input(inputs, outputs, self.group)
+        layer: nn.Module = _megatron_layers()[1](inputs, outputs, self.group)
         return layer
 
     def shared_input(self, x: torch.Tensor) -> torch.Tensor:

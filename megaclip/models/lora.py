@@ -22,10 +22,8 @@ from torch import nn
 from megaclip.errors import ConfigError
 from megaclip.models.dual_encoder import TOWER_PREFIXES, DualEncoder
 from megaclip.models.open_clip_keys import SCALARS, StateDict
+from megaclip.models.open_clip_layers import repeated_blocks
 from megaclip.open_clip_package import import_torchvision
-
-_BASE = ".base_layer."
-
 
 _PEFT_NAMES = {
     "rank": "r",
@@ -42,10 +40,7 @@ def add_adapters(model: DualEncoder, settings: Mapping[str, Any]) -> list[str]:
 
     The values of A are drawn from torch's global seed; those of B are 0, so the features stay the same.
 
-    settings: all settings of `megaclip.lora`.
-
-    Returns:
-        the names of the layers.
+    settings: all settings of `megaclip.lora`. Returns the names of the layers.
 
     Raises:
         ConfigError: peft is not installed, or a tower has none of the layers.
@@ -85,7 +80,7 @@ def _linear_layers(model: DualEncoder) -> list[str]:
     fused = {
         id(part) for module in model.modules() if isinstance(module, nn.MultiheadAttention) for part in module.modules()
     }
-    blocks = [block for tower in (model.visual, model.text) for block in model.tower_blocks(tower)]
+    blocks = [*repeated_blocks(model.visual), *repeated_blocks(model.text)]
     layers = [module for block in blocks for module in block.modules() if isinstance(module, nn.Linear)]
     return [names[id(layer)] for layer in layers if id(layer) not in fused]
 
@@ -120,7 +115,7 @@ def merge_adapters(model: DualEncoder) -> StateDict:
         if isinstance(module, LoraLayer):
             module.merge()
     weights = model.named_weights().items()
-    return {name.replace(_BASE, "."): value.detach() for name, value in weights if ".lora_" not in name}
+    return {name.replace(".base_layer.", "."): value.detach() for name, value in weights if ".lora_" not in name}
 
 
 def checksum_of(weights: StateDict) -> str:

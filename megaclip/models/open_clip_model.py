@@ -36,9 +36,7 @@ from megaclip.open_clip_package import import_open_clip
 
 
 class OpenClipModel(DualEncoder):
-    """Dual encoder of open_clip's modules, with the initial values of their libraries.
-
-    The values are drawn from torch's global seed. Under `torch.device("meta")` the parameters get no values.
+    """Dual encoder of open_clip's modules, with the initial values of their libraries, from torch's global seed.
 
     Raises:
         ConfigError: open_clip, timm or transformers cannot build the model.

@@ -63,10 +63,8 @@ def card_path(directory: Path) -> Path | None:
 def read_card(path: Any) -> dict[str, Any]:
     """Return the content of a model card, or that of other files translated to it; "model_cfg" has the description.
 
-    path: a model card, a bare model JSON or a config.json, as a `Path` or an entry of `importlib.resources`.
-
-    Raises:
-        ConfigError: a file cannot be read, or describes a model or an image processor that open_clip's lack.
+    path: a model card, a bare model JSON or a config.json, as a `Path` or an entry of `importlib.resources`. Raises
+    ConfigError if a file cannot be read, or describes a model or an image processor that open_clip lacks.
     """
     content = read_json_object(path)
     if path.name != CONFIG_NAME or content.keys() & {"model_cfg", "embed_dim"}:
@@ -260,31 +258,27 @@ def _preprocessing(directory: Path, kind: str, image_size: int) -> dict[str, Any
     used = {**defaults, **(given or sizes)}
     size, crop = _side(used["size"]), _side(used["crop_size"])
     _require(f"{path}: ", used, do_resize=True, do_rescale=True)
-    factor, interpolation = used["rescale_factor"], _RESAMPLING.get(str(used["resample"]))
-    if not isinstance(factor, float) or abs(factor - 1 / 255) > 1e-9:
+    if not isinstance(used["rescale_factor"], float) or abs(used["rescale_factor"] - 1 / 255) > 1e-9:
         _require(f"{path}: ", used, rescale_factor=1 / 255)
-    if interpolation is None:
+    if str(used["resample"]) not in _RESAMPLING:
         raise ConfigError(f"{path}: resample {used['resample']!r}; expected 2 (bilinear) or 3 (bicubic)")
     squash = isinstance(size, int) and isinstance(used["size"], dict)
-    side = size if squash else size.get("shortest_edge") if isinstance(size, dict) else size
     cropped = crop if used["do_center_crop"] else (image_size if squash else None)
-    if (side, cropped) != (image_size, image_size):
+    if size not in (image_size, {"shortest_edge": image_size}) or cropped != image_size:
         raise ConfigError(
             f"{path}: size {json.dumps(used['size'])} with the crop {json.dumps(crop)} does not give the model's "
             f"{image_size} x {image_size} pixels in one step; expected both to be {image_size}"
         )
-    pixels = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
-    if used["do_normalize"]:
-        pixels = {name: used[name] for name in pixels}
-    for name, value in pixels.items():
+    mean, std = (used["image_mean"], used["image_std"]) if used["do_normalize"] else ([0.0] * 3, [1.0] * 3)
+    for name, value in {"image_mean": mean, "image_std": std}.items():
         if not _has_three_numbers(value):
             raise ConfigError(f"{path}: {name} is {shortened(json.dumps(value))}; expected three numbers")
     return {
         "size": image_size,
         "mode": "RGB",
-        "mean": pixels["image_mean"],
-        "std": pixels["image_std"],
-        "interpolation": interpolation,
+        "mean": mean,
+        "std": std,
+        "interpolation": _RESAMPLING[str(used["resample"])],
         "resize_mode": "squash" if squash else "shortest",
     }
 
@@ -294,11 +288,9 @@ def _has_three_numbers(value: Any) -> bool:
 
 
 def config_of(description: dict[str, Any], kind: str | None = None) -> dict[str, Any]:
-    """Return the config.json of transformers' model that computes the same features.
+    """Return the config.json of transformers' model that computes the same features as open_clip's `description`.
 
-    Args:
-        description: open_clip's schema.
-        kind: "siglip2" for a Siglip2Model instead of a SiglipModel.
+    kind: "siglip2" for a Siglip2Model instead of a SiglipModel.
 
     Raises:
         ConfigError: transformers has no such model; the message names the setting.
@@ -312,25 +304,25 @@ def config_of(description: dict[str, Any], kind: str | None = None) -> dict[str,
     kind = "clip" if name is None else "siglip2" if kind == "siglip2" else "siglip"  # a card may have any value
     if (model.init_logit_bias is None) != (kind == "clip"):
         raise _inexpressible(f"init_logit_bias {json.dumps(model.init_logit_bias)}")
-    sections: dict[str, Any] = {
-        "text_config": _section(text, model.quick_gelu),
-        "vision_config": _section(vision, model.quick_gelu and kind == "clip"),
+    config: dict[str, Any] = {
+        "architectures": [f"{CLASSES[kind]}Model"],
+        "model_type": kind,
+        "torch_dtype": "float32",
+        "text_config": _section(text, model.quick_gelu) | {"model_type": f"{kind}_text_model"},
+        "vision_config": _section(vision, model.quick_gelu and kind == "clip") | {"model_type": f"{kind}_vision_model"},
     }
     if kind == "clip":
         end = text.eos_id if text.pool_type == "eos" else 2
         if end == 2 and text.pool_type == "eos":
             raise _inexpressible("text_cfg.eos_id 2, which CLIPModel reads as the highest id")
-        sections["text_config"] |= {"eos_token_id": end, "projection_dim": width}
-        sections["vision_config"] |= {"projection_dim": width}
-        sections |= {"projection_dim": width, "logit_scale_init_value": model.init_logit_scale}
+        config["text_config"] |= {"eos_token_id": end, "projection_dim": width}
+        config["vision_config"] |= {"projection_dim": width}
+        config |= {"projection_dim": width, "logit_scale_init_value": model.init_logit_scale}
     else:
-        sections["text_config"]["projection_size"] = width
+        config["text_config"]["projection_size"] = width
     if kind == "siglip2":
-        sections["vision_config"]["num_patches"] = vision.grid_size**2
-        del sections["vision_config"]["image_size"]
-    for name in ("text", "vision"):
-        sections[f"{name}_config"]["model_type"] = f"{kind}_{name}_model"
-    config = {"architectures": [f"{CLASSES[kind]}Model"], "model_type": kind, "torch_dtype": "float32", **sections}
+        config["vision_config"]["num_patches"] = vision.grid_size**2
+        del config["vision_config"]["image_size"]
     again = ModelConfig.from_dict(_description(config, Path(CONFIG_NAME)))
     for section in ("", "vision_cfg", "text_cfg"):
         own, found = getattr(model, section, model), _computed(getattr(again, section, again))
@@ -363,10 +355,7 @@ def _computed(part: ModelConfig | VisionConfig | TextConfig) -> dict[str, Any]:
 def processor_of(preprocess: dict[str, Any], image_size: int, kind: str) -> dict[str, Any]:
     """Return the preprocessor_config.json of an image processor that gives the pixels of open_clip's preprocessing.
 
-    kind: model_type of the model.
-
-    Raises:
-        ConfigError: transformers' image processor has no such preprocessing.
+    kind: model_type of the model. Raises ConfigError if transformers has no such preprocessing.
     """
     square, squash = {"height": image_size, "width": image_size}, preprocess["resize_mode"] == "squash"
     resampling = {name: int(number) for number, name in _RESAMPLING.items()}.get(str(preprocess["interpolation"]))

@@ -109,7 +109,6 @@ def fit_model(model: DualEncoder, tensors: StateDict, source: str, *, kept_posit
     sets it to 0.
 
     Args:
-        model: not changed.
         tensors: by open_clip's names.
         source: name of the weights for errors.
         kept_positions: --keep-text-positions, the number of first text positions that a longer context keeps. 0: all
@@ -139,12 +138,7 @@ def fit_tower(
     classifier of timm's trunk is the projection (`timm_proj` null), it is loaded if it has the model's shape. All other
     parameters of the tower are required.
 
-    Args:
-        model: not changed.
-        tower: "image" or "text".
-        tensors: by the names of the file.
-        source: name of the weights for the log and for errors.
-        kept_positions: as for `fit_model`.
+    tower: "image" or "text". tensors: by the names of the file. The other arguments are those of `fit_model`.
 
     Raises:
         CheckpointError: the weights do not fit the tower.
@@ -190,7 +184,7 @@ def copy_weights(model: DualEncoder, weights: StateDict) -> None:
     Parameters may be whole or partitioned by `deepspeed.zero.Init`. If they are partitioned, this is a collective:
     every rank must call it with the same weights. Parameters are gathered one at a time.
 
-    model: any dtype and device; values are converted. weights: whole, by the model's names, some or all of them.
+    weights: whole, by the model's names, some or all of them; values are converted to the model's dtypes.
     """
     own = model.named_weights()
     for name, value in weights.items():
@@ -224,9 +218,7 @@ def _classifier(model: DualEncoder) -> set[str]:
     if isinstance(model, ClipModel):
         return {name for name, _ in model.named_parameters() if name.startswith("visual.proj.")}
     trunk: Any = getattr(model.visual, "trunk", None)
-    if trunk is None:
-        return set()
-    parts = trunk.get_classifier()  # one module, or several in a tuple
+    parts = () if trunk is None else trunk.get_classifier()  # one module, or several in a tuple
     found = {id(p) for part in (parts if isinstance(parts, tuple) else (parts,)) for p in part.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in found}
 
@@ -251,23 +243,23 @@ def _fit_positions(state_dict: StateDict, model: DualEncoder, kept_positions: in
             adapted[name] = interpolated.view(*table.shape[:-2], *interpolated.shape)
             logger.info("interpolated positions of %d x %d patches to %d x %d", side, side, *grid)
     name, positions = "text.positional_embedding", getattr(model.text, "positional_embedding", None)
-    differs = _differs_in_length(adapted.get(name), positions)
-    length, old = (gathered_shape(positions)[0], len(adapted[name])) if differs and positions is not None else (0, 0)
+    length = old = 0
+    if _differs_in_length(adapted.get(name), positions):
+        length, old = gathered_shape(positions)[0], len(adapted[name])
     if kept_positions and not kept_positions + 1 < old < length:
         raise CheckpointError(
             f"--keep-text-positions {kept_positions} requires weights of a text tower with more positions, and a model "
             f"with a longer context_length than theirs (positions to stretch: {old or 'none'}, context_length: "
             f"{length or 'theirs'}); leave it out, or set context_length in the model's JSON"
         )
-    if differs:
+    if old:
         unchanged = f", the first {kept_positions} unchanged" if kept_positions else ""
         logger.info("interpolated positions of %d tokens to %d%s", old, length, unchanged)
         table = adapted[name].float()
-        adapted[name] = (
-            stretched_positions(table, length, kept_positions)
-            if kept_positions
-            else F.interpolate(table.T[None], length, mode="linear")[0].T
-        )
+        if kept_positions:
+            adapted[name] = stretched_positions(table, length, kept_positions)
+        else:
+            adapted[name] = F.interpolate(table.T[None], length, mode="linear")[0].T
     return adapted
 
 

@@ -35,6 +35,7 @@ from megaclip.models import DualEncoder, ModelConfig, ModelDescription, layers, 
 from megaclip.models.blocks import QuickGELU
 from megaclip.models.clip import ClipModel
 from megaclip.models.lora import add_adapters, check_use_of_adapters
+from megaclip.models.open_clip_layers import repeated_blocks
 from megaclip.planner.constants import ATTENTION_CHANNELS, ATTENTION_TILE
 
 _FEW, _MANY = 512, 1024
@@ -196,7 +197,7 @@ def trace_tower(model: DualEncoder, name: str, samples: int) -> TowerCosts:
     """
     tower = model.visual if name == "image" else model.text
     decoder = model.parts().get("decoder") if name == "text" else None
-    blocks, decoder_blocks = model.tower_blocks(tower), [] if decoder is None else model.tower_blocks(decoder)
+    blocks, decoder_blocks = repeated_blocks(tower), [] if decoder is None else repeated_blocks(decoder)
     image_tokens = torch.empty(0) if decoder is None else _image_tokens(model, samples)
     of_both = [*blocks, *decoder_blocks]
     trained_blocks = {block for block in of_both if any(parameter.requires_grad for parameter in block.parameters())}

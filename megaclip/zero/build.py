@@ -200,7 +200,9 @@ def _construct(
             for parameter in model.parameters():
                 parameter.data = parameter.data.bfloat16()
         partition(module=model)
-        model.move_buffers(torch.device(get_accelerator().current_device_name()))
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(get_accelerator().current_device_name()))
     return model
 
 

@@ -3,7 +3,7 @@
 By default there are two groups, with and without weight decay, and one group for each scalar of the loss. `logit_scale`
 and `logit_bias` have separate groups, so that each float32 master is one tensor at every ZeRO stage. The settings
 `image_lr`, `image_weight_decay` and `image_layer_decay` of the section "megaclip", and those of the text tower, divide
-the first two groups by tower, or by the layers of a tower (`DualEncoder.layer_groups`).
+the first two groups by tower, or by the layers of a tower (`models.open_clip_layers`).
 
 Each group has a factor of the learning rate, so all groups follow the same schedule.
 """
@@ -19,6 +19,7 @@ from megaclip.logging import format_count, get_logger
 from megaclip.models import DualEncoder
 from megaclip.models.dual_encoder import TOWER_PREFIXES
 from megaclip.models.open_clip_keys import SCALARS
+from megaclip.models.open_clip_layers import layer_groups
 
 logger = get_logger(__name__)
 
@@ -93,7 +94,7 @@ def _layers(model: DualEncoder, tower: str, trained: dict[str, nn.Parameter]) ->
     names = {id(parameter): name for name, parameter in trained.items()}
     return [
         {names[id(parameter)]: parameter for parameter in layer if id(parameter) in names}
-        for layer in model.layer_groups(model.visual if tower == "image" else model.text)
+        for layer in layer_groups(model.visual if tower == "image" else model.text)
     ]
 
 

@@ -22,6 +22,7 @@ from megaclip.engine.saved_model import load_saved_model
 from megaclip.errors import CheckpointError, ConfigError, DataError
 from megaclip.models import build_model, load_model_config
 from megaclip.models.config import CARD_NAME
+from megaclip.models.open_clip_layers import layer_groups
 from megaclip.step.batch import DeviceFeed
 from megaclip.step.gradient_cache import RandomState, accumulate_gradients
 from tests.distributed.memory_batch import MemoryBatch, PlainEngine, cross_entropy
@@ -123,7 +124,7 @@ def test_locks_that_lock_nothing_are_refused(folder: Path, tower: str, unit: str
     flags = [f"--lock-{tower}", f"--lock-{tower}-unlocked-{unit}"]
     model = meta_model(load_model_config("demo-tiny"))
     part = {"image": model.visual, "text": model.text}[tower]
-    most = len(model.layer_groups(part)) - 1
+    most = len(layer_groups(part)) - 1
     assert read(folder, "--model", folder / "exported", *flags, most).model_config is not None
     with pytest.raises(ConfigError, match=rf"{flags[1]} {most + 1}: .* use at most {most}, or leave out {flags[0]}$"):
         read(folder, "--model", folder / "exported", *flags, most + 1)

@@ -7,6 +7,7 @@ import torch
 
 from megaclip.errors import ConfigError
 from megaclip.models import build_model
+from megaclip.models.open_clip_layers import layer_groups
 from tests.open_clip_families import FAMILIES, HUGGING_FACE, IMAGE_SIZE, family
 
 BLOCKS = {"convnext": 6, "mobileclip": 4, "resnet": 4}
@@ -18,20 +19,20 @@ def test_layers_of_every_kind_of_tower_are_grouped_and_locked(name, tmp_path):
     """Groups contain every parameter once. Locks leave the last block and what follows it, and say what they cannot."""
     model = build_model(family(name, tmp_path))
     for tower, blocks in ((model.visual, BLOCKS.get(name, 2)), (model.text, 2)):
-        groups = model.layer_groups(tower)
+        groups = layer_groups(tower)
         found = [id(parameter) for group in groups for parameter in group]
         assert sorted(found) == sorted(map(id, tower.parameters()))
         assert len(groups) == blocks + 2
     model.set_activation_checkpointing(lambda function, *inputs: function(*inputs))
     model.lock_tower("text", 1)
-    stem, first, last, _ = model.layer_groups(model.text)
+    stem, first, last, _ = layer_groups(model.text)
     assert not any(parameter.requires_grad for parameter in stem)
     # open_clip's own text towers count the projection as a group
     locked = name in HUGGING_FACE or not any(parameter.requires_grad for parameter in last)
     assert locked and not any(parameter.requires_grad for parameter in first)
     assert name not in HUGGING_FACE or all(parameter.requires_grad for parameter in last)
     model.lock_tower("image", 0)
-    assert not any(parameter.requires_grad for parameter in model.layer_groups(model.visual)[0])
+    assert not any(parameter.requires_grad for parameter in layer_groups(model.visual)[0])
 
 
 @pytest.mark.parametrize("name", FAMILIES)
