@@ -48,39 +48,33 @@ _MAX_TOKENIZER_BYTES = 256 << 20
 def import_weights(source: Path, out_dir: Path, model: str | None, *, overwrite: bool = False) -> LoadReport:
     """Compare weights with a model, and write them to a directory if they fit.
 
-    Args:
-        source: directory of open_clip or transformers, or a weights file.
-        out_dir: directory to write.
-        model: name or path of the model description. None: the model card of `source`.
-        overwrite: `out_dir` may contain files; those of an earlier import are replaced.
-
-    Raises:
-        MegaclipError: the source cannot be read or is damaged, or `out_dir` cannot be written.
+    source: directory of open_clip or transformers, or a weights file. model: name or path of the model description.
+    None: the model card of `source`. overwrite: `out_dir` may contain files; those of an earlier import are replaced.
     """
     if not source.exists():
         raise CheckpointError(f"{source} does not exist; expected a model's directory or a weights file")
     refuse_run(source)
-    found = card_path(source)
-    if model is None and found is None:
+    has_card = card_path(source) is not None
+    if model is None and not has_card:
         if (source / CONFIG_NAME).is_file():
             read_card(source / CONFIG_NAME)  # raises: it describes another model
         raise ConfigError(f"{source} has no {CARD_NAME}; name its model with --model")
     check_output(out_dir, source, overwrite=overwrite)
     manifest.require_whole(source)
-    config, preprocess, kind = None if model is None else load_model_config(model), OPENAI_PREPROCESS, None
-    if config is None or found is not None:
-        card = read_model_card(source, config)
-        with suppress(ConfigError):  # a card that is not read without --model
-            if model is not None:
-                read_model_card(source).warn_of_other_features(model, card.config)
-        config, preprocess, kind = card.config, card.preprocess_cfg, card.transformers
-    weights = read_weights(source, config)
-    if (report := compare_weights(meta_model(config), weights)).complete:
+    if model is None:
+        card = read_model_card(source)
+    else:
+        config = load_model_config(model)
+        card = read_model_card(source, config) if has_card else ModelCard(source, config, OPENAI_PREPROCESS)
+        with suppress(ConfigError):  # no card, or one that is not read without --model
+            read_model_card(source).warn_of_other_features(model, config)
+    weights = read_weights(source, card.config)
+    if (report := compare_weights(meta_model(card.config), weights)).complete:
         require_finite(weights, str(source))
         files = _tokenizer_files(source)
         with new_directory(out_dir, [CARD_NAME, *(path.name for path in files)]) as written:
-            write_model_card(out_dir, config, preprocess, files, kind)
-            written.append(write_weights(out_dir, weights, config).name)
+            write_model_card(out_dir, card.config, card.preprocess_cfg, files, card.transformers)
+            written.append(write_weights(out_dir, weights, card.config).name)
     return report
 
 

@@ -15,12 +15,8 @@ fixed resolution) are read. Settings in config.json that open_clip's towers lack
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megaclip.commands.argument_types import CommandParser
-
-if TYPE_CHECKING:
-    from megaclip.models.weights import LoadReport
 
 
 def main() -> None:
@@ -30,7 +26,12 @@ def main() -> None:
     report = import_weights(arguments.source, arguments.out_dir, arguments.model, overwrite=arguments.overwrite)
     print(report)
     if not report.complete:
-        print_differences(report)
+        for name in report.missing:
+            print(f"missing     {name}")
+        for name in report.unexpected:
+            print(f"unexpected  {name}")
+        for name, expected, got in report.mismatched:
+            print(f"shape       {name}: the model has {list(expected)}, the file has {list(got)}")
         sys.exit(
             f"error: {arguments.source} does not fit the model, so {arguments.out_dir} was not written; {report.advice}"
         )
@@ -44,12 +45,3 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="preset or model JSON (default: the model card of SOURCE)")
     parser.add_argument("--overwrite", action="store_true", help="write to OUT_DIR even if it is not empty")
     return parser.parse_args()
-
-
-def print_differences(report: "LoadReport") -> None:
-    for name in report.missing:
-        print(f"missing     {name}")
-    for name in report.unexpected:
-        print(f"unexpected  {name}")
-    for name, expected, got in report.mismatched:
-        print(f"shape       {name}: the model has {list(expected)}, the file has {list(got)}")

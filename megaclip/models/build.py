@@ -27,21 +27,14 @@ from megaclip.models.open_clip_model import OpenClipModel
 _LAST_PROJECTION = re.compile(r"transformer\.resblocks\.(\d+)\.(?:attn\.out_proj|mlp\.c_proj)\.weight")
 
 
-def build_model(
-    config: ModelDescription,
-    *,
-    tensor: RankGroup = ONE_RANK,
-    layer_norm: str = "torch",
-) -> DualEncoder:
+def build_model(config: ModelDescription, *, tensor: RankGroup = ONE_RANK, layer_norm: str = "torch") -> DualEncoder:
     """Build a model with open_clip's distributions of initial values, drawn from torch's global seed.
 
     For MegaCLIP's own towers the same `torch.manual_seed` gives the same values with and without `deepspeed.zero.Init`.
     With it, every rank must call this with the same seed. Under `torch.device("meta")` the parameters get no values.
 
-    Args:
-        config: model description.
-        tensor: tensor-parallel group, of one rank for open_clip's modules; the values do not depend on its size.
-        layer_norm: implementation of the layer norms, "torch" or "apex"; "torch" for open_clip's modules.
+    tensor: tensor-parallel group, of one rank for open_clip's modules; the values do not depend on its size.
+    layer_norm: implementation of the layer norms, "torch" or "apex"; "torch" for open_clip's modules.
     """
     if not isinstance(config, ModelConfig):
         assert tensor.size == 1 and layer_norm == "torch", "engine.inputs refuses these settings of open_clip's modules"
@@ -77,18 +70,15 @@ def initialise(model: ClipModel, config: ModelConfig, seed: int) -> None:
 def sin_cos_2d_positions(width: int, grid_size: int) -> torch.Tensor:
     """Return fixed sine-cosine positions of a square grid, as in open_clip and MAE (arXiv:2111.06377).
 
-    Returns:
-        (1 + grid_size ** 2, width) float32. Row 0 belongs to the class token and is zero. The first half of the
-        channels encodes the column and the second half the row, each as sines followed by cosines.
+    They are (1 + grid_size ** 2, width) float32. Row 0 belongs to the class token and is zero. The first half of the
+    channels encodes the column and the second half the row, each as sines followed by cosines.
     """
     # linspace instead of arange: deepspeed.zero.Init replaces torch.arange by one that rounds to the training dtype.
     channels = width // 4
     frequency = 1.0 / 10000 ** torch.linspace(0, 1 - 1 / channels, channels, dtype=torch.float64)
     angle = torch.linspace(0, grid_size - 1, grid_size, dtype=torch.float64)[:, None] * frequency
     axis = torch.cat([angle.sin(), angle.cos()], dim=1)
-    column = axis[None, :, :].expand(grid_size, -1, -1)
-    row = axis[:, None, :].expand(-1, grid_size, -1)
-    grid = torch.cat([column, row], dim=2).flatten(0, 1)
+    grid = torch.cat([axis.repeat(grid_size, 1), axis.repeat_interleave(grid_size, dim=0)], dim=1)
     return torch.cat([grid.new_zeros(1, width), grid]).float()
 
 
@@ -102,9 +92,7 @@ def _initial_value(name: str, shape: torch.Size, config: ModelConfig, generator:
     if ".ln_" in name:
         return torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
     tower, _, rest = name.partition(".")
-    if tower == "visual":
-        return _vision_value(rest, shape, config, generator)
-    return _text_value(rest, shape, config, generator)
+    return (_vision_value if tower == "visual" else _text_value)(rest, shape, config, generator)
 
 
 def _vision_value(name: str, shape: torch.Size, config: ModelConfig, generator: torch.Generator) -> torch.Tensor:

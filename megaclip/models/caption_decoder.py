@@ -21,11 +21,7 @@ class CaptionDecoder(nn.Module):
     attn_mask: torch.Tensor
 
     def __init__(self, built: Any, pad_id: int) -> None:
-        """
-        Args:
-            built: open_clip's `MultimodalTransformer`, whose modules are used.
-            pad_id: id of the padding.
-        """
+        """built: open_clip's `MultimodalTransformer`, whose modules are used. pad_id: id of the padding."""
         super().__init__()
         self.resblocks, self.cross_attn, self.ln_final = built.resblocks, built.cross_attn, built.ln_final
         self.text_projection = built.text_projection
@@ -44,11 +40,8 @@ class CaptionDecoder(nn.Module):
     ) -> torch.Tensor:
         """Return the sum of the cross entropies of all labels, () in float32 or higher precision.
 
-        Args:
-            image_tokens: (b, P, C), the image tower's.
-            text_tokens: (b, L, C), the text tower's.
-            tokens: (b, L) int64. The label of a token is the next one.
-            count: `label_count` of these captions. Default: it is computed, for which the host waits for the device.
+        image_tokens: (b, P, C). text_tokens: (b, L, C). tokens: (b, L) int64. The label of a token is the next one.
+        count: `label_count` of these captions. Default: it is computed, for which the host waits for the device.
         """
         x_bLC, length = text_tokens[:, :-1], text_tokens.shape[1] - 1
         mask = self.attn_mask[:length, :length]

@@ -359,9 +359,8 @@ class ModelConfig(Description):
     def from_dict(cls, description: dict[str, Any], source: str = "model config") -> Self:
         """Check `description` and return it typed, as `Description` documents it."""
         if not isinstance(description, dict):
-            raise ConfigError(
-                f"{source}: the model description is a {type(description).__name__}, expected a JSON object"
-            )
+            kind = type(description).__name__
+            raise ConfigError(f"{source}: the model description is a {kind}, expected a JSON object")
         if (foreign := reason_not_own(description)) is not None:
             raise ConfigError(
                 f"{source}: {foreign} is an open_clip feature, which MegaCLIP's own towers lack; set megaclip.towers "
@@ -374,7 +373,8 @@ class ModelConfig(Description):
                 section = image if name == "vision_cfg" else TextConfig
                 cleaned[name] = section._validated(_known_keys(section, given, name, source), f"{source}: {name}.")
         config = cls._validated(cleaned, f"{source}: ")
-        _check_consistent(config, source)
+        if (problem := _contradiction(config)) is not None:
+            raise ConfigError(f"{source}: {problem}")
         return config
 
     def to_open_clip(self) -> dict[str, Any]:
@@ -408,7 +408,7 @@ def reason_not_own(description: dict[str, Any]) -> str | None:
 
 def list_models() -> list[str]:
     """Return the names of the presets."""
-    return sorted(entry.name[: -len(".json")] for entry in presets().iterdir() if entry.name.endswith(".json"))
+    return sorted(entry.name.removesuffix(".json") for entry in presets().iterdir() if entry.name.endswith(".json"))
 
 
 def read_json_object(path: Any) -> dict[str, Any]:
@@ -454,36 +454,29 @@ def _belongs_to_unused_feature(key: str, given: dict[str, Any]) -> bool:
     return any(str(key).startswith(prefix) and switch in given for prefix, switch in switches.items())
 
 
-def _check_consistent(config: ModelConfig, source: str) -> None:
+def _contradiction(config: ModelConfig) -> str | None:
+    """Return the first problem of settings that are valid one by one, or None."""
     vision, text = config.vision_cfg, config.text_cfg
     name = text.hf_tokenizer_name or ""
     if PurePath(name).is_absolute() or ".." in PurePath(name).parts or not name.isprintable():
-        raise ConfigError(
-            f"{source}: text_cfg.hf_tokenizer_name {shortened(repr(name))} is a path to another folder; expected a "
-            "name of Hugging Face's hub, and the tokenizer's files beside the card"
+        return (
+            f"text_cfg.hf_tokenizer_name {shortened(repr(name))} is a path to another folder; expected a name of "
+            "Hugging Face's hub, and the tokenizer's files beside the card"
         )
     if vision.width % vision.head_width:
-        raise ConfigError(
-            f"{source}: vision_cfg.width {vision.width} must be a multiple of vision_cfg.head_width {vision.head_width}"
-        )
+        return f"vision_cfg.width {vision.width} must be a multiple of vision_cfg.head_width {vision.head_width}"
     if text.width % text.heads:
-        raise ConfigError(f"{source}: text_cfg.width {text.width} must be a multiple of text_cfg.heads {text.heads}")
-    if vision.patch_size > vision.image_size:
-        raise ConfigError(
-            f"{source}: vision_cfg.patch_size {vision.patch_size} must not be larger than vision_cfg.image_size "
-            f"{vision.image_size}"
-        )
+        return f"text_cfg.width {text.width} must be a multiple of text_cfg.heads {text.heads}"
+    if vision.patch_size > (size := vision.image_size):
+        return f"vision_cfg.patch_size {vision.patch_size} must not be larger than vision_cfg.image_size {size}"
     for section, tower in (("vision_cfg", vision), ("text_cfg", text)):
         if tower.projection == "none" and tower.width != config.embed_dim:
-            raise ConfigError(
-                f"{source}: embed_dim {config.embed_dim}: the tower of {section} returns {tower.width} numbers per "
-                f"sample and has no projection; set embed_dim to {tower.width}, or give the tower a projection"
+            return (
+                f"embed_dim {config.embed_dim}: the tower of {section} returns {tower.width} numbers per sample and "
+                f"has no projection; set embed_dim to {tower.width}, or give the tower a projection"
             )
     if text.pool_type == "eos" and text.eos_id >= text.vocab_size:
-        raise ConfigError(
-            f"{source}: text_cfg.eos_id {text.eos_id} must be smaller than text_cfg.vocab_size {text.vocab_size}"
-        )
+        return f"text_cfg.eos_id {text.eos_id} must be smaller than text_cfg.vocab_size {text.vocab_size}"
     if config.vision_position_init == "sin_cos_2d" and vision.width % 4:
-        raise ConfigError(
-            f"{source}: vision_cfg.width {vision.width} must be a multiple of 4 with vision_position_init 'sin_cos_2d'"
-        )
+        return f"vision_cfg.width {vision.width} must be a multiple of 4 with vision_position_init 'sin_cos_2d'"
+    return None

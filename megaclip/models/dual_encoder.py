@@ -239,7 +239,7 @@ class DualEncoder(nn.Module, abc.ABC):
         whole_image_tower: compile the image tower as a whole, else block by block. where: returns False for blocks
         that must not be compiled. recomputes: compute layer norms and activation functions again in the backward pass.
         """
-        compiled_once = functools.cache(compiled_class)
+        compiled_once: Callable[..., type] = functools.cache(compiled_class)
         parts = []
         # Captions that are cut have several lengths, and a block compiles faster than a tower.
         wholes = ("image",) if is_cut_exact(self.config.text_cfg) else ("image", "text")

@@ -41,7 +41,7 @@ def split_dim(name: str) -> int | None:
 
 
 def whole_shape(name: str, parameter: Any, group: RankGroup) -> torch.Size:
-    """Return the shape of the whole parameter, of which this rank has a part; ZeRO-3 may have partitioned it as well."""
+    """Return the shape of the whole parameter, of which this rank has a part, perhaps partitioned by ZeRO-3."""
     shape = list(gathered_shape(parameter))
     if (dim := split_dim(name)) is not None:
         shape[dim] *= group.size

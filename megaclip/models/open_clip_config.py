@@ -67,12 +67,8 @@ class OpenClipConfig(Description):
             raise ConfigError(f"{source}: {reason}; choose another model (`megaclip show models` lists them)")
         _check_keys(description, source)
         config = cls._validated(description, f"{source}: ")
-        _check_decoder(config, source)
-        if config.text_cfg.embed_cls and not config.has_text_prefix:
-            raise ConfigError(
-                f"{source}: text_cfg.embed_cls true requires custom_text true: without it open_clip's model has no "
-                "class token, and cannot load an export; set it"
-            )
+        if (problem := _contradiction(config)) is not None:
+            raise ConfigError(f"{source}: {problem}")
         return config
 
     def to_open_clip(self) -> dict[str, Any]:
@@ -139,41 +135,41 @@ def _check_keys(description: dict[str, Any], source: str) -> None:
         for key in given if isinstance(given, dict) else ():
             if key not in known:
                 raise unknown_key(source, prefix, key, known)
-    vision = description.get("vision_cfg")
-    if isinstance(vision, dict) and isinstance(vision.get("layers"), list) and vision.get("patch_dropout"):
-        raise ConfigError(
-            f"{source}: vision_cfg.patch_dropout {json.dumps(vision['patch_dropout'])} has no effect on a ResNet; set "
-            "it to 0"
-        )
 
 
-def _check_decoder(config: OpenClipConfig, source: str) -> None:
-    """Raise ConfigError if open_clip could not build the caption decoder of a model that has one, or not train it."""
-    if config.multimodal_cfg is None:
-        return
+def _contradiction(config: OpenClipConfig) -> str | None:
+    """Return why open_clip could not build or load the model, or why a setting has no effect, or None."""
     vision, text = config.vision_cfg.model_dump(), config.text_cfg
+    is_resnet = isinstance(vision.get("layers"), list)
+    if is_resnet and vision["patch_dropout"]:
+        return f"vision_cfg.patch_dropout {vision['patch_dropout']} has no effect on a ResNet; set it to 0"
+    if text.embed_cls and not config.has_text_prefix:
+        return (
+            "text_cfg.embed_cls true requires custom_text true: without it open_clip's model has no class token, and "
+            "cannot load an export; set it"
+        )
+    if config.multimodal_cfg is None:
+        return None
     for name, section in (("vision_cfg", vision), ("text_cfg", text.model_dump())):
         if not section.get("output_tokens"):
-            raise ConfigError(
-                f"{source}: {name}.output_tokens false, and multimodal_cfg requires true: the decoder reads the tokens "
-                "of both towers; set it"
+            return (
+                f"{name}.output_tokens false, and multimodal_cfg requires true: the decoder reads the tokens of both "
+                "towers; set it"
             )
-    if vision.get("timm_model_name") or isinstance(vision.get("layers"), list):
-        raise ConfigError(
-            f"{source}: vision_cfg describes an image tower of timm or a ResNet, which return no tokens, and "
-            "multimodal_cfg requires them; use open_clip's vision transformer"
+    if vision.get("timm_model_name") or is_resnet:
+        return (
+            "vision_cfg describes an image tower of timm or a ResNet, which return no tokens, and multimodal_cfg "
+            "requires them; use open_clip's vision transformer"
         )
     length, limit = text.context_length, config.multimodal_cfg.get("context_length", 77)
     if not isinstance(limit, int) or length - 1 > limit:
-        raise ConfigError(
-            f"{source}: multimodal_cfg.context_length {json.dumps(limit)} is too short for text_cfg.context_length "
-            f"{length}; set it to {length}"
+        return (
+            f"multimodal_cfg.context_length {json.dumps(limit)} is too short for text_cfg.context_length {length}; set "
+            f"it to {length}"
         )
     if not config.has_text_prefix:
-        raise ConfigError(
-            f"{source}: custom_text false, and multimodal_cfg requires true: without it open_clip builds no decoder; "
-            "set it"
-        )
+        return "custom_text false, and multimodal_cfg requires true: without it open_clip builds no decoder; set it"
+    return None
 
 
 def _fields(section: Any) -> set[str]:

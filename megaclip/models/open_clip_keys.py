@@ -101,11 +101,7 @@ _BIASES_OF_EVA = {".attn.q_proj.bias.": ".attn.q_bias.", ".attn.v_proj.bias.": "
 
 
 def to_open_clip(state_dict: StateDict, config: ModelDescription) -> StateDict:
-    """Return MegaCLIP's state dict with open_clip's names and layouts; values and dtypes are unchanged.
-
-    Raises:
-        CheckpointError: tensors that open_clip stacks have different shapes.
-    """
+    """Return MegaCLIP's state dict with open_clip's names and layouts. Raises CheckpointError as `stacked`."""
     names, has_prefix, scalar_shape = None, config.custom_text, torch.Size()
     if isinstance(config, OpenClipConfig):
         has_prefix = config.has_text_prefix
@@ -146,24 +142,18 @@ def stacked(state_dict: StateDict, stack_of: Callable[[str, str], str]) -> State
     """Return tensors with projections stacked whose parts are all there.
 
     stack_of: returns the key in `_FUSIONS`, or "", of an attention whose parameters' names begin with the first
-    argument. The second one is weight or bias.
-
-    Raises:
-        CheckpointError: parts have different shapes.
+    argument. The second one is weight or bias. Raises CheckpointError if parts have different shapes.
     """
     result: StateDict = {}
     for name, value in state_dict.items():
         match = _SEPARATE.fullmatch(name)
         key = "" if match is None else stack_of(match[1], match[3])
         parts = _FUSIONS.get(key, ())
-        if match is None or match[2] not in parts:
+        names = [] if match is None else [f"{match[1]}{part}.{match[3]}" for part in parts]
+        if match is None or name not in names or not state_dict.keys() >= set(names):
             result[name] = value
-            continue
-        found = [state_dict.get(f"{match[1]}{part}.{match[3]}") for part in parts]
-        tensors = [part for part in found if part is not None]
-        if len(tensors) < len(parts):
-            result[name] = value
-        elif match[2] == parts[0]:
+        elif name == names[0]:
+            tensors = [state_dict[part] for part in names]
             # An expanded tensor may have a huge shape with little storage.
             if any(part.shape != value.shape or not part.is_contiguous() or part.ndim == 0 for part in tensors):
                 shapes = ", ".join(str(list(part.shape)) for part in tensors)

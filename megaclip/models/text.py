@@ -36,10 +36,7 @@ def pooled_position(tokens: torch.Tensor, config: TextConfig | OpenClipText) -> 
 
 
 def is_cut_exact(config: TextConfig | OpenClipText) -> bool:
-    """Return whether the tokens after the pooled one cannot change the caption's feature.
-
-    Attention must be causal, and the pooled token must be found by its id, so that its position stays the same.
-    """
+    """Return whether the tokens after the pooled one cannot change the caption's feature."""
     return reason_not_to_cut(config) is None
 
 
@@ -57,10 +54,7 @@ def reason_not_to_cut(config: TextConfig | OpenClipText) -> str | None:
 
 
 def caption_lengths(tokens: torch.Tensor, config: TextConfig | OpenClipText) -> torch.Tensor:
-    """Return the number of tokens up to and including the pooled one: (b, L) -> (b,) int64.
-
-    config: a text tower for which `is_cut_exact` returns True.
-    """
+    """Return the number of tokens up to and including the pooled one, if `is_cut_exact`: (b, L) -> (b,) int64."""
     assert config.pool_type in ("argmax", "eos"), f"captions have no length with pool_type {config.pool_type!r}"
     if tokens.device.type != "cpu":
         position = pooled_position(tokens, config)

@@ -60,27 +60,20 @@ def is_transformers(names: StateDict) -> bool:
 
 
 def transformers_name(name: str) -> str | None:
-    """Return the name in transformers of a parameter or module of MegaCLIP; None if transformers has none.
-
-    name: such as `visual.transformer.resblocks.0.attn.q_proj`, also with `.lora_A.weight`.
-    """
+    """Return the name in transformers of a parameter or module of MegaCLIP; None if transformers has none."""
     return name if name in SCALARS else _OWN.of(name)
 
 
 def to_transformers(state_dict: StateDict, *, patches_are_linear: bool = False) -> StateDict:
     """Return the state dict of MegaCLIP's own towers with transformers' names and layouts.
 
-    patches_are_linear: for `Siglip2Model`.
-
-    Raises:
-        KeyError: a parameter has no name in transformers.
+    patches_are_linear: for `Siglip2Model`. `config_of` has accepted the model, so every parameter has a name.
     """
     is_siglip = "visual.attn_pool.latent" in state_dict
     result: StateDict = {}
     for name, value in stacked(state_dict, lambda stem, _: "in" if stem == POOLING else "").items():
         theirs = transformers_name(name)
-        if theirs is None:
-            raise KeyError(name)
+        assert theirs is not None, name
         if name in SCALARS:
             value = value.reshape([1] if is_siglip else [])
         elif name in _TRANSPOSED:
@@ -94,10 +87,7 @@ def to_transformers(state_dict: StateDict, *, patches_are_linear: bool = False) 
 def from_transformers(tensors: StateDict) -> StateDict:
     """Return the state dict of a whole model of transformers, or of one tower, with open_clip's names and layouts.
 
-    The text tower is under `text.`. Entries with other names keep them.
-
-    Raises:
-        CheckpointError: tensors that open_clip stacks have different shapes.
+    The text tower is under `text.`. Entries with other names keep them. Raises CheckpointError as `stacked`.
     """
     is_clip = any(name.startswith(("vision_model.pre_layrnorm", "visual_projection")) for name in tensors)
     is_bert = any(name.startswith("text_model.embeddings.word_embeddings") for name in tensors)
