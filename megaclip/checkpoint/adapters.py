@@ -31,10 +31,8 @@ def lora_state(step: Path) -> dict[str, Any] | None:
 def merged_weights(step: Path, trained: StateDict) -> StateDict:
     """Return a checkpoint's weights, float32, with its adapters merged into the weights of --pretrained.
 
-    step: folder of the checkpoint of a run with adapters. trained: its trained parameters and buffers.
-
-    Raises:
-        CheckpointError: the files of --pretrained are missing, damaged, or hold other weights.
+    step: folder of the checkpoint of a run with adapters. trained: its trained parameters and buffers. Raises
+    CheckpointError if the files of --pretrained are missing, damaged, or hold other weights.
     """
     settings = lora_state(step)
     assert settings is not None, "only runs with adapters merge"

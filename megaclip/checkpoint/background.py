@@ -67,11 +67,7 @@ class BackgroundSaves:
         return None if self._save is None else self._save.target.tag
 
     def start(self, engine: DeepSpeedEngine, target: Target, loss_state: dict[str, Any] | None) -> None:
-        """Copy the data that this rank writes, and start to write them. No other save may be in flight.
-
-        Raises:
-            CheckpointError: on every rank, if the checkpoint's folder cannot be created.
-        """
+        """Copy what this rank writes, and start to write it. No other save may be in flight. Raises as `poll`."""
         assert self._save is None, "call finish first"
         files = CopiedFiles(self._copies)
         store.write_rank(engine, target, loss_state, files)
@@ -80,8 +76,7 @@ class BackgroundSaves:
     def poll(self) -> Saved | None:
         """Return the checkpoint that has become complete since the last call, or None.
 
-        Raises:
-            CheckpointError: on every rank, if any rank cannot write. `latest` still names the previous checkpoint.
+        Raises CheckpointError on every rank, if any rank cannot write. `latest` still names the previous checkpoint.
         """
         save = self._save
         if save is None or not all(done for (done,) in gather_integers([int(save.job.done())])):

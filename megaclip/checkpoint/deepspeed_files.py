@@ -39,10 +39,8 @@ _ALLOWED: list[Any] = [LossScaler, ZeroStageEnum, fragment_address, (_stage, "bu
 def read_file(path: Path, advice: str = "use a checkpoint that MegaCLIP has written", **options: Any) -> dict[str, Any]:
     """Return the content of a file that `torch.save` or DeepSpeed has written.
 
-    advice: what to do if the file contains other objects. options: `map_location` and `mmap` of torch.load.
-
-    Raises:
-        CheckpointError: the file is damaged, or holds objects of other classes.
+    advice: what to do if the file contains other objects. options: `map_location` and `mmap` of torch.load. Raises
+    CheckpointError if the file is damaged, or holds objects of other classes.
     """
     try:
         with torch.serialization.safe_globals(_ALLOWED):
@@ -148,8 +146,7 @@ class CopiedFiles(CheckedFiles):
 def save_with(files: CheckedFiles, engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
     """Save parameters and optimizer state as `tag` in `folder`. All ranks must call it: it contains collectives.
 
-    Raises:
-        OSError: DeepSpeed could not copy its scripts. The collectives have run nevertheless.
+    Raises OSError if DeepSpeed could not copy its scripts. The collectives have run nevertheless.
     """
     own = engine.checkpoint_engine
     engine.checkpoint_engine = files

@@ -31,12 +31,7 @@ class FileRecord(BaseModel):
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a regular file. Reading from a named pipe would wait forever.
-
-    Raises:
-        OSError: the file cannot be read, or is not a regular file.
-        ValueError: the file is not in UTF-8.
-    """
+    """Return the text of a file in UTF-8. Raises OSError unless it is a regular one: a named pipe would never end."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path.name} is not a regular file")
     return path.read_text(encoding="utf-8")

@@ -31,10 +31,7 @@ class HostCopies:
         """Return a copy of nested dictionaries, lists and tuples. Its tensors are on the CPU.
 
         Tensors that share memory still do so in the copy: `torch.save` writes the same bytes, if the originals are on
-        the CPU too.
-
-        Raises:
-            RuntimeError: there is not enough memory.
+        the CPU too. Raises RuntimeError if there is not enough memory.
         """
         memo: dict[int, Any] = {}
         storages: dict[int, torch.UntypedStorage] = {}

@@ -95,15 +95,11 @@ def check_inside(path: Path, directory: Path) -> None:
 def read_model_card(
     directory: str | Path, config: ModelDescription | None = None, towers: Towers | None = None
 ) -> ModelCard:
-    """Read the card in `directory`.
+    """Read the card in `directory`. Raises ConfigError or CheckpointError if it cannot be read or is not valid.
 
     config: replaces the card's own model description, which is then not checked.
     towers: implementation that runs the model. None: the implementation that the card names, whose parameter names a
     run's checkpoints have.
-
-    Raises:
-        ConfigError: the card cannot be read, or describes a model that MegaCLIP does not build.
-        CheckpointError: the card's "preprocess_cfg" is not a JSON object.
     """
     path = card_path(Path(directory)) or Path(directory) / CARD_NAME
     content = read_card(path)

@@ -93,7 +93,6 @@ def export_checkpoint(
 
     Args:
         source, tag, ema: as for `search.locate_model`.
-        out_dir: directory to write.
         overwrite: `out_dir` may contain files; those of an earlier export are replaced.
         formats: "open_clip", "transformers" or both.
         write_tokenizer: writes the tokenizer's files for transformers into a directory.

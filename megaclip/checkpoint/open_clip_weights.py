@@ -31,14 +31,9 @@ def pretrained_weights(
 
     It does not communicate. Before it, `manifest.require_whole` checks the files on all ranks.
 
-    Args:
-        model: not changed.
-        whole: --pretrained, a file or directory with the weights of a whole model, or None.
-        image, text: --pretrained-image and --pretrained-text, weights of one tower, which replace those of `whole`.
-        kept_positions: --keep-text-positions, for the weights that supply the text tower.
-
-    Raises:
-        CheckpointError: a file cannot be read or does not fit the model.
+    whole, image, text: --pretrained, --pretrained-image and --pretrained-text: a file or directory, or None. Weights of
+    one tower replace those of `whole`. kept_positions: --keep-text-positions, for the weights of the text tower.
+    Raises CheckpointError if a file cannot be read or does not fit the model.
     """
     weights: StateDict = {}
     for tower, path in (("", whole), ("image", image), ("text", text)):
@@ -58,9 +53,7 @@ def pretrained_weights(
 def write_weights(directory: str | Path, state_dict: StateDict, config: ModelDescription) -> Path:
     """Write MegaCLIP's state dict to `open_clip_model.safetensors`; return the path of the file.
 
-    Raises:
-        CheckpointError: as `open_clip_tensors`.
-        OSError: as `write_tensors`.
+    Raises as `open_clip_tensors` and `write_tensors`.
     """
     path = Path(directory) / WEIGHTS_NAME
     write_tensors(path, open_clip_tensors(state_dict, config))
@@ -70,8 +63,7 @@ def write_weights(directory: str | Path, state_dict: StateDict, config: ModelDes
 def open_clip_tensors(state_dict: StateDict, config: ModelDescription) -> StateDict:
     """Return MegaCLIP's state dict with open_clip's names, in float32.
 
-    Raises:
-        CheckpointError: the parameters or their shapes differ from those of the model that `config` describes.
+    Raises CheckpointError if the parameters or their shapes differ from those of the model that `config` describes.
     """
     model = meta_model(config)
     compare_weights(model, state_dict).require_complete("the weights do not fit the model in the card")
@@ -80,11 +72,7 @@ def open_clip_tensors(state_dict: StateDict, config: ModelDescription) -> StateD
 
 
 def write_tensors(path: Path, tensors: StateDict) -> None:
-    """Write a safetensors file. The caller makes it survive a power cut.
-
-    Raises:
-        OSError: the file cannot be written; nothing of it is left.
-    """
+    """Write a safetensors file. The caller makes it survive a power cut. Nothing of it is left after an OSError."""
     try:
         with replacing(path, durable=False) as temporary:
             temporary.touch()
@@ -105,8 +93,7 @@ def read_weights(path_or_dir: str | Path, config: ModelDescription) -> StateDict
 def assigned_model(config: ModelDescription, state_dict: StateDict) -> DualEncoder:
     """Return a float32 model in evaluation mode whose parameters are the (converted) tensors of `state_dict`.
 
-    Raises:
-        CheckpointError: as `open_clip_tensors`.
+    Raises CheckpointError as `open_clip_tensors`.
     """
     on_meta = isinstance(config, ModelConfig)  # open_clip's modules have constants that are in no state dict
     model = meta_model(config) if on_meta else build_model(config)

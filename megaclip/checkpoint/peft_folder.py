@@ -28,11 +28,7 @@ def export_adapters(
     """Write the adapters of a checkpoint to a folder, after every file of the checkpoint was checked.
 
     The arguments are those of `open_clip_directory.export_checkpoint`. Returns the scalars of the loss, which the
-    folder does not have.
-
-    Raises:
-        ConfigError: transformers has no such model.
-        CheckpointError: the run has no adapters, transformers has no such layers, or `out_dir` cannot be written.
+    folder does not have. Raises MegaclipError if the run has no adapters, or transformers no such model or layers.
     """
     folder, tag = locate(source, tag)
     check_output(out_dir, folder, overwrite=overwrite)

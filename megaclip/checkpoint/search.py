@@ -78,11 +78,7 @@ def holds_checkpoints(folder: Path) -> bool:
 
 
 def find_latest(folder: Path) -> str | None:
-    """Return the first of `candidates`, or None if `folder` holds no complete checkpoint.
-
-    Raises:
-        CheckpointError: `latest` names a checkpoint that does not exist or is incomplete.
-    """
+    """Return the first of `candidates`, None if there is none. Raises CheckpointError if it is not complete."""
     tag = next(iter(candidates(folder)), None)
     if tag is not None:
         require_complete(folder, tag)
@@ -155,11 +151,8 @@ def locate(path: Path, tag: str | None = None) -> tuple[Path, str]:
 def locate_model(source: Path, tag: str | None = None, *, ema: bool = False) -> tuple[Path, str | None]:
     """Return what `locate` returns, or `source` and None if it is a directory with a model card.
 
-    ema: the moving average of the weights is wanted, which only a run has.
-
-    Raises:
-        ConfigError: `tag` or `ema` was given for a model.
-        CheckpointError: as `locate`, or `source` is a file or does not exist.
+    ema: the moving average of the weights is wanted, which only a run has. Raises ConfigError if `tag` or `ema` was
+    given for a model, and CheckpointError as `locate`.
     """
     if card_path(source) is not None:
         if tag is not None:

@@ -94,10 +94,7 @@ def write_rank(engine: DeepSpeedEngine, target: Target, loss_state: dict[str, An
     """Pass this rank's data to `files`, the checkpoint engine. All ranks must call it.
 
     `engine.save_checkpoint` contains collectives, so a rank that cannot write must still take part in all of them. Its
-    error is stored in `files`.
-
-    Raises:
-        CheckpointError: on every rank, if the first one cannot create the checkpoint's folder.
+    error is stored in `files`. Raises CheckpointError on every rank, if the first one cannot create the folder.
     """
     folder, tag = target.folder, target.tag
     with writing(folder):
@@ -114,10 +111,7 @@ def write_rank(engine: DeepSpeedEngine, target: Target, loss_state: dict[str, An
 def finish_rank(target: Target, files: CheckedFiles) -> dict[str, FileRecord]:
     """Write the remaining data of `files`; return the records of this rank's files, by path in the checkpoint.
 
-    It does not communicate and may run in any thread.
-
-    Raises:
-        OSError, RuntimeError, CheckpointError: the first error of this rank.
+    It does not communicate and may run in any thread. Raises the first error of this rank.
     """
     files.write()
     if files.error is not None:

@@ -34,11 +34,8 @@ def write_transformers(
 ) -> list[str]:
     """Write config.json, the image processor and the weights, float32, in parts of at most `MAX_PART`.
 
-    content: what `transformers_content` returned. weights: by MegaCLIP's names. Returns the names of the files.
-
-    Raises:
-        CheckpointError: the weights are not those of the model in the card.
-        OSError: a file cannot be written.
+    content: what `transformers_content` returned. weights: by MegaCLIP's names. Returns the names of the files. Raises
+    CheckpointError if the weights are not those of the model in the card, OSError if a file cannot be written.
     """
     is_linear = content[CONFIG_NAME]["model_type"] == "siglip2"
     own = ModelConfig.from_dict(card.config.to_open_clip())

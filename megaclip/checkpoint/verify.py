@@ -69,7 +69,6 @@ def verify(
     """Compare `model` (float32, CPU, evaluation mode) with the model that a library loads from `directory`.
 
     Args:
-        model: the model that was exported.
         tokenize: the tokenizer that the model was trained with: captions -> (n, context_length) int64. If it is None,
             features are compared on random tokens, and no captions are compared. CLIP's padding has other ids in
             transformers, and no influence, so there the tokens after the end of text are not compared for causal text
@@ -78,8 +77,7 @@ def verify(
         captions: for transformers, captions whose HTML entities and encodings were repaired, which it does not do.
         pixels: the model's input (3, H, W) for an image file, compared with transformers' image processor unless None.
 
-    Raises:
-        CheckpointError: the library is not installed, or cannot load the directory; the message gives its reason.
+    Raises CheckpointError if the library is not installed, or cannot load the directory; the message gives its reason.
     """
     import_open_clip()  # and torchvision, which transformers needs
     try:
@@ -125,8 +123,7 @@ class _Loaded:
 
 
 def _outputs(model: DualEncoder, images: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Return the features of images and tokens, the logarithm of the logit scale, the bias if the model has one, and
-    the mean caption loss if it has a caption decoder."""
+    """Return features, the logarithm of the logit scale, the bias and the mean caption loss if the model has them."""
     outputs, decoder = list(model(images, tokens)), model.parts().get("decoder")
     if decoder is not None:
         total = decoder(model.visual(images)[1], model.text(tokens)[1], tokens)

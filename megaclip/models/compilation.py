@@ -35,8 +35,7 @@ def compiled_class(kind: type[nn.Module], *, recomputes: bool = False) -> type[n
     """Return a subclass of a module whose forward pass is compiled for training chunks.
 
     A module becomes compiled when its `__class__` is set to it. Modules of one class and of equal sizes share the code.
-    It is compiled at the first call with tensors of a shape, with and without gradients. Random numbers are those of
-    plain PyTorch.
+    It is compiled at the first call with tensors of a shape, with and without gradients.
 
     kind: its method `forward`, or the method that its attribute `COMPILED` names, is compiled.
     recomputes: compute layer norms and activation functions again in the backward pass, instead of keeping their

@@ -153,10 +153,8 @@ class Description(_Section, abc.ABC):
     def from_dict(cls, description: dict[str, Any], source: str = "model config") -> Self:
         """Check `description` (open_clip's schema) and return it typed.
 
-        source: name of the description for error messages, such as the path of its file.
-
-        Raises:
-            ConfigError: a key is unknown or not supported, or a value is not valid.
+        source: name of the description for error messages. Raises ConfigError if a key is unknown or not supported, or
+        a value is not valid.
         """
 
     def replace(

@@ -26,8 +26,7 @@ TOWERS_KEY = "towers"
 def load_model_config(name_or_path: str | Path, towers: Towers = "auto") -> ModelDescription:
     """Read a preset or one of open_clip's descriptions by name, or a model JSON, model card or directory by path.
 
-    Raises:
-        ConfigError: the description does not exist, is not a JSON object, or describes a model that cannot be trained.
+    Raises ConfigError if there is none, or if it describes a model that cannot be trained.
     """
     name = str(name_or_path)
     return describe(read_card(model_file(name))["model_cfg"], name, towers)
@@ -57,12 +56,9 @@ def model_file(name: str) -> Any:
 
 
 def describe(description: Any, source: str, towers: Towers = "auto") -> ModelDescription:
-    """Return the typed description of the implementation that runs it.
+    """Return the typed description of the implementation that runs it. source: its name for error messages.
 
-    source: name of the description for error messages.
-
-    Raises:
-        ConfigError: the model cannot be trained, or not by the implementation that `towers` chooses.
+    Raises ConfigError if the model cannot be trained, or not by the implementation that `towers` chooses.
     """
     if not isinstance(description, dict):
         return ModelConfig.from_dict(description, source)  # which raises

@@ -179,10 +179,7 @@ class DualEncoder(nn.Module, abc.ABC):
         """Run every block through `checkpoint_fn` while gradients are enabled; None turns it off.
 
         If lower layers are locked, the function must be non-reentrant. A reentrant checkpoint computes no gradients
-        for the parameters of a block whose input requires none.
-
-        Raises:
-            ConfigError: a tower has no blocks.
+        for the parameters of a block whose input requires none. Raises ConfigError if a tower has no blocks.
         """
         for name, tower in self.parts().items():
             blocks = repeated_blocks(tower)

@@ -40,10 +40,8 @@ def add_adapters(model: DualEncoder, settings: Mapping[str, Any]) -> list[str]:
 
     The values of A are drawn from torch's global seed; those of B are 0, so the features stay the same.
 
-    settings: all settings of `megaclip.lora`. Returns the names of the layers.
-
-    Raises:
-        ConfigError: peft is not installed, or a tower has none of the layers.
+    settings: all settings of `megaclip.lora`. Returns the names of the layers. Raises ConfigError if peft is not
+    installed, or if a tower has none of the layers.
     """
     chosen, targets = list[str](), settings["targets"]
     for tower in settings["towers"]:

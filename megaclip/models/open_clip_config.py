@@ -59,9 +59,7 @@ class OpenClipConfig(Description):
     def from_dict(cls, description: dict[str, Any], source: str = "model config") -> Self:
         """Check `description` and return it typed, as `Description` documents it.
 
-        Raises:
-            ConfigError: also if the model is refused.
-            CheckpointError: open_clip is not installed.
+        Raises ConfigError also if the model is refused, CheckpointError if open_clip is not installed.
         """
         if (reason := reason_refused(description)) is not None:
             raise ConfigError(f"{source}: {reason}; choose another model (`megaclip show models` lists them)")

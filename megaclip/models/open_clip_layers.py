@@ -47,8 +47,7 @@ def repeated_blocks(tower: nn.Module) -> list[nn.Module]:
 def layer_groups(tower: nn.Module) -> list[list[nn.Parameter]]:
     """Return the parameters of a tower, each in one group. The last group contains the head and all other parameters.
 
-    Raises:
-        ConfigError: the layers of the tower are not known.
+    Raises ConfigError if the layers of the tower are not known.
     """
     groups = _groups(tower)
     found = {id(parameter) for group in groups for parameter in group}

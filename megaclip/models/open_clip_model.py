@@ -38,9 +38,7 @@ from megaclip.open_clip_package import import_open_clip
 class OpenClipModel(DualEncoder):
     """Dual encoder of open_clip's modules, with the initial values of their libraries, from torch's global seed.
 
-    Raises:
-        ConfigError: open_clip, timm or transformers cannot build the model.
-        CheckpointError: open_clip is not installed.
+    Raises ConfigError if the libraries cannot build the model, CheckpointError if open_clip is not installed.
     """
 
     config: OpenClipConfig

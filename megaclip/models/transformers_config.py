@@ -290,10 +290,8 @@ def _has_three_numbers(value: Any) -> bool:
 def config_of(description: dict[str, Any], kind: str | None = None) -> dict[str, Any]:
     """Return the config.json of transformers' model that computes the same features as open_clip's `description`.
 
-    kind: "siglip2" for a Siglip2Model instead of a SiglipModel.
-
-    Raises:
-        ConfigError: transformers has no such model; the message names the setting.
+    kind: "siglip2" for a Siglip2Model instead of a SiglipModel. Raises ConfigError, which names the setting, if
+    transformers has no such model.
     """
     if (name := description["vision_cfg"].get("timm_model_name")) not in (None, *FIELDS["siglip_towers"]):
         raise _inexpressible(f"vision_cfg.timm_model_name {name}")

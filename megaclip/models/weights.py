@@ -108,14 +108,9 @@ def fit_model(model: DualEncoder, tensors: StateDict, source: str, *, kept_posit
     A missing `logit_bias` (CLIP's weights, used with the sigmoid loss) is set to the model's initial value; open_clip
     sets it to 0.
 
-    Args:
-        tensors: by open_clip's names.
-        source: name of the weights for errors.
-        kept_positions: --keep-text-positions, the number of first text positions that a longer context keeps. 0: all
-            are interpolated.
-
-    Raises:
-        CheckpointError: the weights do not fit the model.
+    tensors: by open_clip's names. source: name of the weights for errors. kept_positions: --keep-text-positions, the
+    number of first text positions that a longer context keeps. 0: all are interpolated. Raises CheckpointError if the
+    weights do not fit the model.
     """
     weights, config = _fit_positions(from_open_clip(tensors, model.config), model, kept_positions), model.config
     if config.init_logit_bias is not None and "logit_bias" not in weights:
@@ -138,10 +133,7 @@ def fit_tower(
     classifier of timm's trunk is the projection (`timm_proj` null), it is loaded if it has the model's shape. All other
     parameters of the tower are required.
 
-    tower: "image" or "text". tensors: by the names of the file. The other arguments are those of `fit_model`.
-
-    Raises:
-        CheckpointError: the weights do not fit the tower.
+    tower: "image" or "text". tensors: by the names of the file. The rest is as for `fit_model`.
     """
     own, ignored = {name for name in model.named_weights() if name.startswith(TOWER_PREFIXES[tower])}, list[str]()
     kind, weights = max(_readings(tensors, model, tower), key=lambda reading: len(own & reading[1].keys()))
