@@ -2,7 +2,7 @@
 
 Checkpoints of a run:
 
-- `store`: saves them. `background` saves while training continues, from the copies that `host_copy` makes.
+- `store`: saves them. `background` saves while training continues.
 - `search`: finds the checkpoints of a run, and checks that they are whole.
 - `saved_states`: finds parameters by name in the files of all ranks, and joins whole weights for exports and
   evaluations. `megaclip.zero.reshard` loads a checkpoint from it, with any number of ranks, ZeRO stage and precision.

@@ -14,9 +14,11 @@ Not used:
   must write everything before the next update. It does not call fsync, and prints errors instead of raising them.
   FastCheckpointEngine writes synchronously.
 - torch.distributed.checkpoint.async_save. It has another file format, without DeepSpeed's states, and runs collectives
-  in a thread.
+  in a thread. Its `DefaultStager` for copies is missing in torch 2.8 and fails at its second save in 2.11. It also does
+  not keep `requires_grad`, so files would differ from those of a synchronous save.
 """
 
+import copy
 import threading
 import time
 from collections.abc import Callable
@@ -24,13 +26,93 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from deepspeed import DeepSpeedEngine
+from torch.utils._pytree import tree_iter
 
 from megaclip.checkpoint import store
-from megaclip.checkpoint.deepspeed_files import CopiedFiles
-from megaclip.checkpoint.host_copy import HostCopies
+from megaclip.checkpoint.deepspeed_files import CheckedFiles
 from megaclip.checkpoint.store import Target
 from megaclip.comm.collectives import gather_integers, gather_objects
+from megaclip.errors import CheckpointError, first_line
+
+
+class HostCopies:
+    """Host memory for the copies of one save.
+
+    The next save reuses the memory if its tensors have the same sizes, because filling new memory takes several times
+    as long."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.UntypedStorage] = []
+        self._used = 0
+        """Number of `_buffers` that the current save uses."""
+
+    def reuse(self) -> None:
+        """Start the copies of another save. The copies of the previous save must no longer be in use."""
+        self._used = 0
+
+    def copy(self, content: Any) -> Any:
+        """Return a copy of nested dictionaries, lists and tuples. Its tensors are on the CPU.
+
+        Tensors that share memory still do so in the copy: `torch.save` writes the same bytes, if the originals are on
+        the CPU too. Raises RuntimeError if there is not enough memory.
+        """
+        memo: dict[int, Any] = {}
+        storages: dict[int, torch.UntypedStorage] = {}
+        for value in tree_iter(content):
+            if isinstance(value, torch.Tensor) and id(value) not in memo:
+                memo[id(value)] = self._on_host(value, storages)
+        return copy.deepcopy(content, memo)
+
+    def _on_host(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+        """Return a copy of one tensor. storages: copies of storages, by the address of the original."""
+        original = tensor.untyped_storage()
+        if original._cdata not in storages:
+            storages[original._cdata] = self._filled(original)
+        copied = torch.empty(0, dtype=tensor.dtype)
+        copied.set_(storages[original._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+        if isinstance(tensor, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, requires_grad=False)
+        copied.__dict__.update(copy.deepcopy(tensor.__dict__))  # torch.save writes them: DeepSpeed's ds_id at ZeRO-3
+        return copied.requires_grad_(tensor.requires_grad)
+
+    def _filled(self, original: torch.UntypedStorage) -> torch.UntypedStorage:
+        if self._used == len(self._buffers):
+            self._buffers.append(torch.UntypedStorage(original.nbytes()))
+        elif self._buffers[self._used].nbytes() != original.nbytes():
+            self._buffers[self._used] = torch.UntypedStorage(original.nbytes())
+        buffer = self._buffers[self._used]
+        self._used += 1
+        buffer.copy_(original, non_blocking=False)
+        return buffer
+
+
+class CopiedFiles(CheckedFiles):
+    """Checkpoint engine that copies files' contents to host memory. `write` writes them, in any thread."""
+
+    def __init__(self, copies: HostCopies) -> None:
+        super().__init__()
+        self._copies = copies
+        self._copied: list[tuple[Any, str]] = []
+        copies.reuse()
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Copy a file's content."""
+        try:
+            self._copied.append((self._copies.copy(state_dict), path))
+        except (RuntimeError, MemoryError) as problem:
+            self.error = self.error or CheckpointError(
+                "host memory is too small for the copy of the checkpoint that --async-save makes "
+                f"({first_line(problem)}); leave out --async-save, and resume with --resume auto"
+            )
+
+    def write(self) -> None:
+        """Write the copies, up to the first error."""
+        for content, path in self._copied:
+            if self.error is None:
+                super().save(content, path)
+        self._copied.clear()
 
 
 @dataclass(frozen=True)

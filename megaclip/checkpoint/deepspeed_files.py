@@ -21,7 +21,6 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from megaclip.checkpoint.durable import FileRecord, save_tensors
-from megaclip.checkpoint.host_copy import HostCopies
 from megaclip.errors import CheckpointError, first_line
 
 
@@ -114,33 +113,6 @@ class CheckedFiles(CheckpointEngine):
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Return True without doing anything: `megaclip.checkpoint.store` completes the checkpoint."""
         return True
-
-
-class CopiedFiles(CheckedFiles):
-    """Checkpoint engine that copies files' contents to host memory. `write` writes them, in any thread."""
-
-    def __init__(self, copies: HostCopies) -> None:
-        super().__init__()
-        self._copies = copies
-        self._copied: list[tuple[Any, str]] = []
-        copies.reuse()
-
-    def save(self, state_dict: Any, path: str) -> None:
-        """Copy a file's content."""
-        try:
-            self._copied.append((self._copies.copy(state_dict), path))
-        except (RuntimeError, MemoryError) as problem:
-            self.error = self.error or CheckpointError(
-                "host memory is too small for the copy of the checkpoint that --async-save makes "
-                f"({first_line(problem)}); leave out --async-save, and resume with --resume auto"
-            )
-
-    def write(self) -> None:
-        """Write the copies, up to the first error."""
-        for content, path in self._copied:
-            if self.error is None:
-                super().save(content, path)
-        self._copied.clear()
 
 
 def save_with(files: CheckedFiles, engine: DeepSpeedEngine, folder: Path, tag: str) -> None:

@@ -25,16 +25,7 @@ from megaclip.checkpoint import manifest
 from megaclip.checkpoint.deepspeed_files import CheckedFiles, read_file, save_with
 from megaclip.checkpoint.durable import FileRecord, checksum, make_folders
 from megaclip.checkpoint.manifest import MANIFEST
-from megaclip.checkpoint.search import (
-    LATEST,
-    STATE,
-    all_tags,
-    is_complete,
-    latest_tag,
-    run_of,
-    step_of,
-    tag_of,
-)
+from megaclip.checkpoint.search import LATEST, STATE, all_tags, is_complete, latest_tag, run_of, step_of, tag_of
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.comm.groups import group_rank
 from megaclip.errors import CheckpointError, first_line

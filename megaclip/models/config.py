@@ -43,26 +43,15 @@ _MAX_VOCABULARY = 1 << 24
 
 _TOKENIZER_ARGUMENTS = {"clean": str, "language": str, "strip_sep_token": bool}
 
+_BLOCK_VARIANTS = ("qk_norm", "scaled_cosine_attn", "scale_heads", "scale_attn_inner", "scale_attn", "scale_fc")
+_OF_BOTH_TOWERS = {**dict.fromkeys(("output_tokens", *_BLOCK_VARIANTS), False), "block_type": None}
 # open_clip's other keys, each with the value that turns its feature off. Only that value is accepted.
 _NOT_SUPPORTED: dict[str, dict[str, Any]] = {
     "": {"nonscalar_logit_scale": False, "multimodal_cfg": None},
-    "vision_cfg": {
-        "attentional_pool": False,
-        "pos_embed_type": "learnable",
-        "output_tokens": False,
-        "timm_model_name": None,
-    },
-    "text_cfg": {
-        "embed_cls": False,
-        "final_ln_after_pool": False,
-        "output_tokens": False,
-        "hf_model_name": None,
-    },
+    "vision_cfg": {"attentional_pool": False, "pos_embed_type": "learnable", "timm_model_name": None} | _OF_BOTH_TOWERS,
+    "text_cfg": {"embed_cls": False, "final_ln_after_pool": False, "hf_model_name": None} | _OF_BOTH_TOWERS,
 }
-_BLOCK_VARIANTS = ("qk_norm", "scaled_cosine_attn", "scale_heads", "scale_attn_inner", "scale_attn", "scale_fc")
 _KNOWN_ARGUMENTS = {"norm_kwargs": {"eps"}, "act_kwargs": {"approximate"}}
-for _section in ("vision_cfg", "text_cfg"):
-    _NOT_SUPPORTED[_section].update(dict.fromkeys(_BLOCK_VARIANTS, False), block_type=None)
 
 
 def _side(size: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megaclip.checkpoint.host_copy import HostCopies
+from megaclip.checkpoint.background import HostCopies
 
 
 def content() -> dict[str, Any]:
