@@ -24,24 +24,20 @@ from megaclip.open_clip_package import import_torchvision
 
 
 class TimmArguments(BaseModel):
-    """Arguments of timm's function for a vision transformer; those that are None keep the default of its name."""
+    """Arguments of timm's function for a vision transformer; those that are None keep the default of its name.
+
+    They are `image_size`, `patch_size`, `width`, `layers`, `heads`, `mlp_ratio` and `act_kwargs` of `VisionConfig`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     img_size: int | None = Field(None, gt=0, le=1 << 14)
-    """Height and width of the square input, in pixels."""
     patch_size: int | None = Field(None, gt=0)
-    """Height and width of one patch, in pixels."""
     embed_dim: int | None = Field(None, gt=0, le=1 << 17)
-    """Number of channels of every token."""
     depth: int | None = Field(None, gt=0, le=1000)
-    """Number of blocks."""
     num_heads: int | None = Field(None, gt=0)
-    """Number of attention heads."""
     mlp_ratio: float | None = Field(None, gt=0, le=100)
-    """Ratio of the MLP's hidden width to `embed_dim`."""
     act_layer: Literal["gelu", "gelu_tanh"] | None = None
-    """Activation."""
 
 
 _READ = {"img_size", "patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "num_classes", "global_pool"} | {
