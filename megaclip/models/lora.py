@@ -20,19 +20,10 @@ import torch
 from torch import nn
 
 from megaclip.errors import ConfigError
-from megaclip.models.dual_encoder import TOWER_PREFIXES, DualEncoder
+from megaclip.models.dual_encoder import DualEncoder
 from megaclip.models.open_clip_keys import SCALARS, StateDict
 from megaclip.models.open_clip_layers import repeated_blocks
 from megaclip.open_clip_package import import_torchvision
-
-_PEFT_NAMES = {
-    "rank": "r",
-    "alpha": "lora_alpha",
-    "dropout": "lora_dropout",
-    "dora": "use_dora",
-    "rslora": "use_rslora",
-}
-"""Settings of `megaclip.lora` and their names in `peft.LoraConfig`. `targets` and `towers` select the layers."""
 
 
 def add_adapters(model: DualEncoder, settings: Mapping[str, Any]) -> list[str]:
@@ -45,7 +36,7 @@ def add_adapters(model: DualEncoder, settings: Mapping[str, Any]) -> list[str]:
     """
     chosen, targets = list[str](), settings["targets"]
     for tower in settings["towers"]:
-        layers = [name for name in _linear_layers(model) if name.startswith(TOWER_PREFIXES[tower])]
+        layers = _linear_layers(model, tower)
         kinds = sorted({name.rpartition(".")[2] for name in layers})
         if not layers:
             raise ConfigError(
@@ -68,19 +59,24 @@ def add_adapters(model: DualEncoder, settings: Mapping[str, Any]) -> list[str]:
 
 def adapter_config(layers: list[str], settings: Mapping[str, Any], **options: Any) -> Any:
     """Return `peft.LoraConfig` of adapters of these layers. settings: as for `add_adapters`. options: peft's own."""
-    own = {theirs: settings[name] for name, theirs in _PEFT_NAMES.items()}
-    return import_peft().LoraConfig(target_modules=layers, **own, **options)
+    return import_peft().LoraConfig(
+        target_modules=layers,
+        r=settings["rank"],
+        lora_alpha=settings["alpha"],
+        lora_dropout=settings["dropout"],
+        use_dora=settings["dora"],
+        use_rslora=settings["rslora"],
+        **options,
+    )
 
 
-def _linear_layers(model: DualEncoder) -> list[str]:
-    """Return the names of the linear layers in the blocks of both towers, except those inside nn.MultiheadAttention."""
-    names = {id(module): name for name, module in model.named_modules()}
-    fused = {
-        id(part) for module in model.modules() if isinstance(module, nn.MultiheadAttention) for part in module.modules()
-    }
-    blocks = [*repeated_blocks(model.visual), *repeated_blocks(model.text)]
-    layers = [module for block in blocks for module in block.modules() if isinstance(module, nn.Linear)]
-    return [names[id(layer)] for layer in layers if id(layer) not in fused]
+def _linear_layers(model: DualEncoder, tower: str) -> list[str]:
+    """Return the names of the linear layers in the blocks of a tower, except those inside nn.MultiheadAttention."""
+    modules = list(model.named_modules())
+    fused = tuple(f"{name}." for name, module in modules if isinstance(module, nn.MultiheadAttention))
+    layers = {id(module): name for name, module in modules if isinstance(module, nn.Linear)}
+    parts = [part for block in repeated_blocks(model.parts()[tower]) for part in block.modules()]
+    return [name for part in parts if (name := layers.get(id(part), "")) and not name.startswith(fused)]
 
 
 def check_use_of_adapters(tower: nn.Module, with_gradient: AbstractSet[torch.Tensor]) -> None:
