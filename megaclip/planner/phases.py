@@ -16,7 +16,7 @@ import math
 from dataclasses import astuple, dataclass, fields, replace
 
 from megaclip.losses.costs import Sizes
-from megaclip.models.linear_cross_entropy import LOGITS_AT_ONCE
+from megaclip.models.caption_decoder import LOGITS_AT_ONCE
 from megaclip.planner.constants import EVALUATED_TEXTS, EVALUATION_TILES, MIB
 from megaclip.planner.states import (
     States,

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megaclip.models import build_model, linear_cross_entropy, meta_model
+from megaclip.models import build_model, caption_decoder, meta_model
 from megaclip.models.caption_decoder import CaptionDecoder
 from megaclip.models.descriptions import load_model_config
 from megaclip.models.open_clip_keys import to_open_clip
@@ -30,7 +30,7 @@ def captions() -> torch.Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 def test_features_losses_and_gradients_equal_open_clips(tmp_path, monkeypatch, case):
-    monkeypatch.setattr(linear_cross_entropy, "LOGITS_AT_ONCE", 7 * VOCAB_SIZE)  # several parts, the last one smaller
+    monkeypatch.setattr(caption_decoder, "LOGITS_AT_ONCE", 7 * VOCAB_SIZE)  # several parts, the last one smaller
     config, tokens = family(COCA, tmp_path).replace(**CASES[case]), captions()
     pad_id = config.text_cfg.pad_id
     tokens = tokens.where(tokens != 0, pad_id)
@@ -96,7 +96,7 @@ def test_no_labels_have_no_loss_and_zero_gradients(labels):
     hidden = torch.randn(len(labels), 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     arguments = hidden, weight, torch.tensor(labels, dtype=torch.int64)
-    total = linear_cross_entropy.linear_cross_entropy(*arguments)
+    total = caption_decoder.linear_cross_entropy(*arguments)
     expected = F.cross_entropy(hidden @ weight, arguments[2], reduction="sum")
     torch.testing.assert_close(total, expected)
     found, wanted = (torch.autograd.grad(each, (hidden, weight)) for each in (total, expected))
