@@ -27,15 +27,14 @@ EXIF_ORIENTATION = 0x0112
 
 def describe_dataset(dataset: PairDataset) -> dict[str, Any]:
     """Return counts, sizes and columns of the whole dataset, from its manifest."""
-    sources = []
-    parts = zip(dataset.manifest()["sources"], dataset.columns, dataset.accounts, strict=True)
-    for source, columns, account in parts:
-        files = source["files"]
+    described = []
+    for entry, source in zip(dataset.manifest()["sources"], dataset.sources, strict=True):
+        files, columns = entry["files"], source.columns
         sizes = {"files": len(files), "mib": round(sum(size for _, size, _ in files) / 2**20, 1)}
-        samples = sum(samples for _, _, samples in files)
-        origin = {"images": columns["image"], "captions": columns["caption"]}
-        sources.append({"type": source["type"], **sizes, "samples": samples, **origin, **account.problems})
-    return {"samples": len(dataset), "datasets": sources, "accounts": [account.sum() for account in dataset.accounts]}
+        origin = {"samples": len(source), "images": columns["image"], "captions": columns["caption"]}
+        described.append({"type": source.kind, **sizes, **origin, **source.account.problems})
+    accounts = [source.account.sum() for source in dataset.sources]
+    return {"samples": len(dataset), "datasets": described, "accounts": accounts}
 
 
 class Look:

@@ -28,7 +28,6 @@ from megaclip.data.images import IMAGE_EXTENSIONS, is_image_name
 from megaclip.data.order import MixtureOrder, SampleOrder, block_quotas, mixture_batches
 from megaclip.data.patterns import expand_pattern, refuse_special_files
 from megaclip.data.remote import RemoteFile, copied, files_in, find_files, is_remote, look_up_all
-from megaclip.data.shard_cache import RemoteShards
 from megaclip.data.source import BESIDE, Account, ReadingOptions, Source
 from megaclip.data.tables import METADATA_FILES, TABLE_TYPES, Table, open_table
 from megaclip.data.tar_shards import TarShards
@@ -145,10 +144,9 @@ class PairDataset:
         """Return the remote tar shards by their number, and read those in the folder `cache` from there from now on."""
         found, first = dict[int, RemoteFile](), 0
         for source, sizes in zip(self.sources, self._shard_sizes, strict=True):
-            shards = _remote(source)
-            if shards is not None:
-                shards.cache = cache
-                found |= {first + number: shards.files[number] for number in np.flatnonzero(sizes).tolist()}
+            if isinstance(source, TarShards) and source.remote is not None:
+                source.remote.cache, files = cache, source.remote.files
+                found |= {first + number: files[number] for number in np.flatnonzero(sizes).tolist()}
             first += len(sizes)
         return found
 
@@ -165,11 +163,6 @@ class PairDataset:
         """Number of files, members or rows of each source, and what became of them."""
         return [source.account for source in self.sources]
 
-    @property
-    def columns(self) -> list[dict[str, str]]:
-        """Columns, extensions or fields that images and captions come from, per source."""
-        return [source.columns for source in self.sources]
-
     def manifest(self) -> dict[str, Any]:
         """Return the properties of the data that must be equal in a resumed run, without absolute paths.
 
@@ -180,8 +173,8 @@ class PairDataset:
             for source in self.sources
         ]
         for source, described in zip(self.sources, sources, strict=True):
-            if (shards := _remote(source)) is not None:
-                described["versions"] = {str(file): file.version for file in shards.files}
+            if isinstance(source, TarShards) and source.remote is not None:
+                described["versions"] = {str(file): file.version for file in source.remote.files}
         return {
             "samples": len(self),
             "weights": list(self.weights) if self.weights else None,
@@ -195,11 +188,6 @@ class PairDataset:
         number = int(np.searchsorted(self._ends, sample_id, side="right"))
         row = sample_id - int(self._ends[number]) + self._sizes[number]
         return self.sources[number], row if self.rows is None else int(self.rows[number][row])
-
-
-def _remote(source: Source) -> RemoteShards | None:
-    """Return the tar shards of a source that are remote, or None for local data."""
-    return getattr(source, "remote", None)
 
 
 def _held_out_rows(source: Source, fraction: float) -> np.ndarray:
@@ -351,12 +339,11 @@ def _open_readable(spec: str, options: ReadingOptions) -> Source:
 
 
 def _open_source(spec: str, options: ReadingOptions) -> Source:
-    if (spec.startswith("hf:") and not is_remote(spec)) or options.dataset_type == "hub":
+    kind = options.dataset_type
+    if (spec.startswith("hf:") and not is_remote(spec)) or kind == "hub":
         return open_table([spec.removeprefix("hf:")], "hub", options)
-    kind, files, beside = options.dataset_type, list[RemoteFile](), list[str]()
-    if is_remote(spec):
-        files, beside = _remote_files(spec, kind)
-    spec, paths = public(spec), list(map(str, files)) or expand_pattern(spec)
+    files, beside = _remote_files(spec, kind) if is_remote(spec) else ([], [])
+    paths = list(map(str, files)) or expand_pattern(spec)
     if len(paths) == 1 and os.path.isdir(paths[0]):
         kind, paths, beside = _look_into(paths[0], kind)
     else:
@@ -373,7 +360,8 @@ def _open_source(spec: str, options: ReadingOptions) -> Source:
         source = _open_metadata(paths[0], metadata, options)
     else:
         keys = list(map(CaptionKeys.parse, weighted_keys(options.caption_key)))
-        extensions = _extensions(options.image_key)
+        images = [part.strip().lstrip(".").lower() for part in (options.image_key or "").split(";")]
+        extensions = tuple(filter(None, images))
         if both := {*extensions} & {extension for key in keys for extension in key.extensions}:
             raise DataError(f"--image-key and --caption-key both name {', '.join(sorted(both))}; set different ones")
         if kind == "webdataset":
@@ -442,10 +430,6 @@ def _describes_pictures(path: str) -> bool:
 
 def _type_of(path: str) -> str | None:
     return _TYPE_OF_SUFFIX.get(Path(path).suffix.lower())
-
-
-def _extensions(key: str | None) -> tuple[str, ...]:
-    return tuple(part.strip().lstrip(".").lower() for part in (key or "").split(";") if part.strip(" ."))
 
 
 def _type_of_files(spec: str, paths: list[str]) -> str:
