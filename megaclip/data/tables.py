@@ -24,15 +24,7 @@ from megaclip.data.image_folder import walk_folder
 from megaclip.data.images import is_image_name
 from megaclip.data.order import runs_of_rows
 from megaclip.data.source import MAX_BYTES, Account, ReadingOptions, check_size, read_file
-from megaclip.data.text_tables import (
-    CAPTION_COLUMNS,
-    IMAGE_COLUMNS,
-    TextTable,
-    caption_columns,
-    field_columns,
-    find_column,
-    open_text_tables,
-)
+from megaclip.data.text_tables import TextTable, find_columns, index_columns, open_text_tables
 from megaclip.errors import DataError, first_line, shortened
 from megaclip.logging import format_count
 
@@ -65,16 +57,10 @@ class Table:
         self.kind, self._name, self._files = kind, name, list(files)
         if len(dataset) == 0:
             raise DataError(_no_rows(_with_others(self._files) if files else name))
-        names = dataset.column_names
-        self._image = find_column(names, options.image_key, IMAGE_COLUMNS, "image", name)
+        columns = index_columns(options) if text else find_columns(dataset.column_names, options, name)
+        self._image, self._captions, self._id = columns.image, columns.captions, options.id_column and columns.id
+        self._fields = dict(zip(options.field_keys, columns.fields, strict=True))
         self._keys = weighted_keys(options.caption_key)
-        self._captions = (
-            caption_columns(len(self._keys))
-            if text
-            else [find_column(names, key.name, CAPTION_COLUMNS, "caption", name) for key in self._keys]
-        )
-        self._id = options.id_column and find_column(names, options.id_column, (), "id", name)
-        self._fields = {name: find_column(names, key, (), "field", name) for name, key in options.field_keys.items()}
         self._columns = text.columns if text else {"image": self._image, "caption": ", ".join(self._captions)}
         self._image_root, self._starts = options.image_root, np.cumsum([0, *rows])
         # A saved dataset may have the format of NumPy or another library, in which a list is not a Python list.
@@ -279,9 +265,6 @@ def open_table(paths: Sequence[str], kind: str, options: ReadingOptions) -> Tabl
     if kind in ("csv", "json"):
         text = open_text_tables(paths, options)
         dataset = datasets.Dataset.from_file(str(text.path))
-        id_column = options.id_column and "id"
-        fields = dict(zip(options.field_keys, field_columns(len(options.field_keys)), strict=True))
-        options = dataclasses.replace(options, image_key="image", id_column=id_column, field_keys=fields)
         return Table(dataset, name, kind, options, files=paths, rows=text.rows, text=text)
     rows = list(map(_parquet_rows, paths))
     # `datasets` treats file names as patterns, and fails for most files without rows.

@@ -47,7 +47,7 @@ _logger = get_logger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class TextTable:
-    """The index of some files: an Arrow stream with "image", `caption_columns` (lists), "id" and `field_columns`."""
+    """The index of some files: an Arrow stream with the columns `index_columns`, of which captions are lists."""
 
     path: Path
     columns: dict[str, str]
@@ -65,57 +65,69 @@ def open_text_tables(paths: Sequence[str], options: ReadingOptions) -> TextTable
     `options.dataset_type` is that of files whose names end in neither .csv, .tsv, .json nor .jsonl.
     """
 
-    def make(index: Path, names: list[str], sizes: list[int]) -> dict[str, Any]:
-        return _convert(index, paths, options)
-
     keys = [options.dataset_type, options.image_key, options.caption_key, options.id_column]
-    keys += options.field_keys.values()
-    settings = [_FORMAT, *keys, IMAGE_COLUMNS, CAPTION_COLUMNS]
-    index, description = open_index([Path(path).absolute() for path in paths], settings, ".arrow", make)
+    settings = [_FORMAT, *keys, *options.field_keys.values(), IMAGE_COLUMNS, CAPTION_COLUMNS]
+    files = [Path(path).absolute() for path in paths]
+    index, description = open_index(files, settings, ".arrow", lambda index, *_: _convert(index, paths, options))
     return TextTable(path=index, **description | {"account": Account(**description["account"])})
 
 
-def caption_columns(keys: int) -> list[str]:
-    """Return the columns of an index that hold the captions under each key of --caption-key."""
-    return ["caption", *(f"caption {number}" for number in range(1, keys))]
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Names of the columns of a table."""
+
+    image: str
+    captions: list[str]
+    """One per key of --caption-key."""
+    id: str | None
+    fields: list[str]
+    """Extra fields, which an index holds as JSON, in the order of `ReadingOptions.field_keys`."""
 
 
-def field_columns(fields: int) -> list[str]:
-    """Return the columns of an index that hold the extra fields, as JSON."""
-    return [f"field {number}" for number in range(fields)]
+def find_columns(names: Sequence[str], options: ReadingOptions, path: str) -> Columns:
+    """Return the columns to read, among all `names` of the table `path`. Raises DataError if one is missing."""
+
+    def find(wanted: str | None, what: str, usual: Sequence[str] = ()) -> str:
+        for column in [wanted] if wanted else usual:
+            if (count := list(names).count(column)) > 1:
+                raise DataError(f"data {path!r} has {count} columns named {column}; give each column its own name")
+            if count:
+                return column
+        flag = "the field's key in the objective" if what == "field" else f"--{what}-key"
+        raise DataError(
+            f"data {path!r} has no {what} column {wanted or ' or '.join(usual)}; it has {shortened(', '.join(names))}; "
+            f"set {flag} to one of them"
+        )
+
+    return Columns(
+        find(options.image_key, "image", IMAGE_COLUMNS),
+        [find(key.name, "caption", CAPTION_COLUMNS) for key in weighted_keys(options.caption_key)],
+        options.id_column and find(options.id_column, "id"),
+        [find(key, "field") for key in options.field_keys.values()],
+    )
 
 
-def find_column(names: Sequence[str], wanted: str | None, usual: Sequence[str], what: str, path: str) -> str:
-    """Return the column `wanted`, or else the first usual one. what: "image", "caption", "id" or "field".
-
-    Raises DataError.
-    """
-    for column in [wanted] if wanted else usual:
-        if (count := list(names).count(column)) > 1:
-            raise DataError(f"data {path!r} has {count} columns named {column}; give each column its own name")
-        if count:
-            return column
-    expected, columns = wanted or " or ".join(usual), shortened(", ".join(names))
-    setting = "the field's key in the objective" if what == "field" else f"--{what}-key"
-    raise DataError(f"data {path!r} has no {what} column {expected}; it has {columns}; set {setting} to one of them")
+def index_columns(options: ReadingOptions) -> Columns:
+    """Return the columns of an index."""
+    captions = ["caption", *(f"caption {number}" for number in range(1, len(weighted_keys(options.caption_key))))]
+    return Columns("image", captions, "id", [f"field {number}" for number in range(len(options.field_keys))])
 
 
 def _convert(index: Path, paths: Sequence[str], options: ReadingOptions) -> dict[str, Any]:
     import pyarrow as pa
 
-    text, keys = pa.string(), weighted_keys(options.caption_key)
-    caption_fields = [(column, pa.list_(text)) for column in caption_columns(len(keys))]
-    more = [(column, text) for column in field_columns(len(options.field_keys))]
-    schema = pa.schema([("image", text), *caption_fields, ("id", text), *more])
+    own, text = index_columns(options), pa.string()
+    captions = [(name, pa.list_(text)) for name in own.captions]
+    schema = pa.schema([(own.image, text), *captions, (own.id, text), *((name, text) for name in own.fields)])
     account, columns, counts, digest = Account("rows"), dict[str, str](), list[int](), hashlib.sha256()
     with pa.OSFile(str(index), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for path in paths:
             counts.append(0)
             try:
-                rows = _rows(path, options, [key.name for key in keys], account, columns)
+                rows = _rows(path, options, account, columns)
                 while batch := list(itertools.islice(rows, _BATCH)):
                     counts[-1] += len(batch)
-                    pairs = [[row.get(column) for column in ("image", *dict(caption_fields))] for row in batch]
+                    pairs = [[row.get(column) for column in (own.image, *own.captions)] for row in batch]
                     digest.update(json.dumps(pairs).encode())
                     writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))
             except UnicodeDecodeError as error:
@@ -132,49 +144,41 @@ def _convert(index: Path, paths: Sequence[str], options: ReadingOptions) -> dict
     return {"columns": columns, "rows": counts, "account": dataclasses.asdict(account), "checksum": checksum}
 
 
-def _rows(
-    path: str, options: ReadingOptions, keys: Sequence[str], account: Account, columns: dict[str, str]
-) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one file, by the columns of an index; set `columns` if it is empty. An empty file has none."""
+def _rows(path: str, options: ReadingOptions, account: Account, shown: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one file, by the columns of an index. An empty file has none.
+
+    shown: receives the names of the columns of images and captions if it is empty.
+    """
     suffix = os.path.splitext(path)[1].lower()
     is_json = suffix in (".json", ".jsonl") or (options.dataset_type == "json" and suffix not in (".csv", ".tsv"))
+    records: Iterator[dict[str, Any]]
     if is_json:
-        records = iter(_records(path, account))
+        records = _records(path, account)
         first = list(itertools.islice(records, _RECORDS_CHECKED))
-        names = list(dict.fromkeys(name for record in first for name in record))
-        table: Iterator[dict[str, Any]] = itertools.chain(first, records)
+        names, records = list(dict.fromkeys(itertools.chain(*first))), itertools.chain(first, records)
     else:
         separator, names = _header(path)
-        table = _csv_rows(path, separator, names, account)
+        records = _csv_rows(path, separator, names, account)
     if not names:
-        for _ in table if is_json else ():  # objects without fields
-            yield {}
+        yield from ({} for _ in records)  # JSON objects without fields
         return
-    image = find_column(names, options.image_key, IMAGE_COLUMNS, "image", path)
-    captions = [find_column(names, key, CAPTION_COLUMNS, "caption", path) for key in keys]
-    if options.id_column is not None:
-        find_column(names, options.id_column, (), "id", path)
-    fields = [find_column(names, key, (), "field", path) for key in options.field_keys.values()]
-    columns.setdefault("image", image)
-    columns.setdefault("caption", ", ".join(captions))
-    for record in table:
-        found = record.get(image)
+    columns, own = find_columns(names, options, path), index_columns(options)
+    shown.setdefault("image", columns.image)
+    shown.setdefault("caption", ", ".join(columns.captions))
+    for record in records:
+        found = record.get(columns.image)
         if isinstance(found, dict):  # as `datasets` writes an image
             found = found.get("path")
-        row: dict[str, Any] = {"image": _text(found) or None, "id": _text(record.get(options.id_column or ""))}
-        row |= zip(caption_columns(len(keys)), (_texts(record.get(name)) for name in captions), strict=True)
-        row |= zip(field_columns(len(fields)), (_json(record.get(name)) for name in fields), strict=True)
+        row: dict[str, Any] = {"image": _text(found) or None, "id": _text(record.get(columns.id or ""))}
+        row |= zip(own.captions, (_texts(record.get(name)) for name in columns.captions), strict=True)
+        for name, found in zip(own.fields, map(record.get, columns.fields), strict=True):
+            row[name] = found if found is None or isinstance(found, str) else json.dumps(found)  # text of a CSV is JSON
         yield row
 
 
 def _texts(value: Any) -> list[str] | None:
     """Return the texts in a value, which may be a list, or None if there are none."""
     return [text for text in map(_text, values_of(value)) if text is not None] or None
-
-
-def _json(value: Any) -> str | None:
-    """Return a value as JSON, or None if there is none. A text is JSON already, as in CSV files."""
-    return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
 def _text(value: Any) -> str | None:
