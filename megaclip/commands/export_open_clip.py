@@ -35,7 +35,7 @@ def main() -> None:
     from megaclip.checkpoint.peft_folder import export_adapters
     from megaclip.checkpoint.verify import CAPTIONS, TOLERANCE, verify
     from megaclip.data import ImageTransform
-    from megaclip.data.text_cleaning import clean_caption
+    from megaclip.data.tokenizers import clean_caption
     from megaclip.engine.transformers_tokenizer import tokenizer_beside, write_transformers_tokenizer
 
     options = {"overwrite": arguments.overwrite, "ema": arguments.ema}

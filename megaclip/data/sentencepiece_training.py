@@ -10,8 +10,7 @@ from pathlib import Path
 import sentencepiece
 
 from megaclip.data.source import MAX_BYTES
-from megaclip.data.text_cleaning import clean_caption
-from megaclip.data.tokenizers import SentencePieceTokenizer
+from megaclip.data.tokenizers import SentencePieceTokenizer, clean_caption
 from megaclip.errors import ConfigError, first_line
 
 MAX_PIECE_LENGTH = 16

@@ -10,19 +10,21 @@ import abc
 import functools
 import gzip
 import hashlib
+import html
 import json
+import string
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
+import ftfy
 import sentencepiece
 import tokenizers
 import torch
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from megaclip.data.text_cleaning import Cleaning, clean_caption
 from megaclip.errors import ConfigError, first_line, shortened
 from megaclip.open_clip_package import import_open_clip
 
@@ -31,12 +33,30 @@ CLIP_MERGES = 49_152 - 256 - 2
 CLIP_START, CLIP_END = "<start_of_text>", "<end_of_text>"
 CACHED = "hf:"
 """Prefix of the name of a tokenizer in the local cache of the Hugging Face hub."""
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _END_OF_NAME = "\n"
 """End of the names of special pieces in exported tokenizers."""
+Cleaning = Literal["whitespace", "lower", "canonicalize"]
+"""open_clip's cleaning modes (`clean` in `text_cfg.tokenizer_kwargs`): "whitespace" repairs the text, "lower" also
+lower-cases it, and "canonicalize" also removes ASCII punctuation."""
 _CLEANINGS = "clean " + ", ".join(map(repr, get_args(Cleaning)))
 # From simple_tokenizer.py of openai/CLIP. Special tokens are words too: open_clip keeps their names whole, in upper and
 # lower case.
 CLIP_WORDS = rf"(?i){CLIP_START}|{CLIP_END}|'s|'t|'re|'ve|'m|'ll|'d|[\p{{L}}]+|[\p{{N}}]|[^\s\p{{L}}\p{{N}}]+"
+
+
+def clean_caption(text: str, clean: Cleaning = "whitespace") -> str:
+    """Return a caption as open_clip cleans it, so that exported models see equal tokens.
+
+    Mis-decoded text is repaired, HTML entities are unescaped twice, and every run of white space becomes one space.
+    """
+    # ftfy takes longer than the tokenizer, and it does not change printable ASCII without HTML entities.
+    if not (text.isascii() and text.isprintable() and "&" not in text):
+        text = html.unescape(html.unescape(ftfy.fix_text(text)))
+    if clean == "canonicalize":
+        text = text.replace("_", " ").translate(_NO_PUNCTUATION).lower()
+    text = " ".join(text.split())
+    return text.lower() if clean == "lower" else text
 
 
 class Tokenizer(abc.ABC):
@@ -106,7 +126,7 @@ def _clip_model() -> tokenizers.Tokenizer:
     packed = resources.files("megaclip.data").joinpath(CLIP_VOCABULARY).read_bytes()
     lines = gzip.decompress(packed).decode().split("\n")[1 : CLIP_MERGES + 1]
     merges = [(left, right) for left, right in (line.split() for line in lines)]
-    letters = _byte_letters()
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # one per byte, in the vocabulary's order
     words = [*letters, *(letter + "</w>" for letter in letters), *(a + b for a, b in merges), CLIP_START, CLIP_END]
     vocabulary = {word: number for number, word in enumerate(words)}
     model = tokenizers.Tokenizer(models.BPE(vocabulary, merges, end_of_word_suffix="</w>"))
@@ -120,28 +140,16 @@ def _clip_model() -> tokenizers.Tokenizer:
     return model
 
 
-def _byte_letters() -> list[str]:
-    """Return the printable letter for each byte, in the vocabulary's order: printable bytes come first."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = len(set(range(256)) - set(printable))
-    return [chr(byte) for byte in printable] + [chr(256 + number) for number in range(others)]
-
-
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model (unigram or bpe) with padding and end-of-text pieces, as `megaclip tokenizer` makes."""
 
     def __init__(self, path: Path | str, context_length: int, clean: Cleaning = "whitespace") -> None:
-        if not Path(path).is_file():
-            raise ConfigError(
-                f"tokenizer {str(path)!r} does not exist; use 'clip', the path of a sentencepiece .model file or the "
-                "directory of a Hugging Face tokenizer"
-            )
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
             raise ConfigError(
-                f"tokenizer {str(path)!r} is not a sentencepiece model ({first_line(error)}); make one with "
-                "`megaclip tokenizer`"
+                f"tokenizer {str(path)!r} is not a sentencepiece model ({first_line(error)}); use 'clip', the path of "
+                "a .model file, as `megaclip tokenizer` makes, or the directory of a Hugging Face tokenizer"
             ) from error
         self.files = (Path(path),)
         digest = hashlib.sha256(self._model.serialized_model_proto()).hexdigest()
@@ -207,8 +215,8 @@ class SentencePieceTokenizer(Tokenizer):
         model.post_processor = processors.TemplateProcessing(
             single=["$A", end], pair=["$A", end, "$B", end], special_tokens=[(end, self.eos_id)]
         )
-        special = (self.pad_id, self.eos_id, self._model.unk_id())
-        model.add_special_tokens([proto.pieces[number].piece for number in sorted(special)])
+        special = sorted((self.pad_id, self.eos_id, self._model.unk_id()))
+        model.add_special_tokens([proto.pieces[number].piece for number in special])
         return model
 
 
@@ -294,7 +302,6 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def write_open_clip(self, directory: Path | str) -> dict[str, Any]:
         """Write the tokenizer's files. Returns the keys and values for `text_cfg`."""
-        Path(directory).mkdir(parents=True, exist_ok=True)
         self._tokenizer.save_pretrained(str(directory))
         return {
             "context_length": self.context_length,

@@ -1,7 +1,7 @@
 """Write the tokenizer of a model as transformers reads it.
 
 transformers returns equal token ids for captions whose HTML entities and wrong encodings were repaired before, as the
-option "whitespace" of `data.text_cleaning` does. The options "lower" and "canonicalize" become steps of tokenizer.json.
+option "whitespace" of `data.tokenizers` does. The options "lower" and "canonicalize" become steps of tokenizer.json.
 """
 
 import json

@@ -92,7 +92,7 @@ def test_members_of_tar_shards_are_keys(tmp_path):
         dataset.read(1)
     account = dataset.accounts[0]
     assert account.problems == {"missing caption": 1} and account.seen == 10 == account.in_samples + 1
-    assert dataset.columns[0]["caption"] == ".long.txt (3), .short (1), json.short (1)"
+    assert dataset.sources[0].columns["caption"] == ".long.txt (3), .short (1), json.short (1)"
 
 
 @pytest.mark.parametrize(

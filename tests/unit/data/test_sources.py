@@ -378,7 +378,7 @@ def test_cells_that_are_no_text(tmp_path, cells, expected):
             found.append(str(bad))
     assert found == expected
     assert open_pairs([str(tmp_path / "pairs.parquet")]).manifest() == dataset.manifest()
-    assert dataset.columns == [{"image": "image", "caption": "caption"}]
+    assert dataset.sources[0].columns == {"image": "image", "caption": "caption"}
 
 
 @pytest.mark.parametrize(
