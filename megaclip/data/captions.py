@@ -18,7 +18,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from megaclip.data.batch import BadSample, Captions, WeightedKey
 from megaclip.errors import DataError, shortened
@@ -28,7 +28,8 @@ TEXT_EXTENSIONS = ("txt", "caption", "text")
 """Extensions of text files that hold captions, when --caption-key is not given."""
 JSON = "json"
 _JSON_CHECKED = 64
-"""Number of JSON files that are searched for the fields of each key."""
+"""Number of JSON files that are searched for the fields of each key. They are evenly spread, the first one first."""
+_T = TypeVar("_T")
 _ABSENT = ("missing caption", "empty caption")
 """Kinds of bad samples that mean, with several keys, that the sample does not have a key."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -210,16 +211,17 @@ def text_fields(record: dict[str, Any]) -> str:
     return (f"the fields {shortened(', '.join(names))}" if names else "no fields with text") + inside
 
 
-def spread(items: Sequence[Any]) -> list[Any]:
-    """Return at most `_JSON_CHECKED` of the items, evenly spread, the first one first."""
-    count = min(_JSON_CHECKED, len(items))
-    return [items[number * len(items) // count] for number in range(count)]
+def check_fields(
+    keys: CaptionKeys, places: Sequence[_T], record: Callable[[_T], dict[str, Any]], name: Callable[[_T], str]
+) -> None:
+    """Raise DataError if none of the JSON files has a field of `keys`. At most `_JSON_CHECKED` of them are read.
 
-
-def check_fields(records: list[dict[str, Any]], keys: CaptionKeys, first: str) -> None:
-    """Raise DataError if none of the records has one of the wanted fields. first: name of the first JSON file."""
-    if not any(field in record for record in records for field in keys.fields):
+    record, name: functions of the place of a file that return its JSON object, and its name for the error.
+    """
+    count = min(_JSON_CHECKED, len(places))
+    records = [record(places[number * len(places) // count]) for number in range(count)]
+    if records and not any(field in found for found in records for field in keys.fields):
         raise DataError(
-            f"--caption-key: {first} and {format_count(len(records) - 1, 'more JSON file')} have no field "
+            f"--caption-key: {name(places[0])} and {format_count(count - 1, 'more JSON file')} have no field "
             f"{' or '.join(keys.fields)}; the first one has {text_fields(records[0])}"
         )

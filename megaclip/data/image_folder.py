@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megaclip.data.batch import BadSample, Captions, RawSample
-from megaclip.data.captions import JSON, CaptionKeys, captions_of, check_fields, json_record, spread, text_fields
+from megaclip.data.captions import JSON, CaptionKeys, captions_of, check_fields, json_record, text_fields
 from megaclip.data.images import HEAD_BYTES, IMAGE_EXTENSIONS, image_kind, is_image_name
 from megaclip.data.index import reading
 from megaclip.data.order import runs_of_rows
@@ -141,20 +141,16 @@ class ImageFolder:
                 "--image-key sets another extension"
             )
         for number, keys in enumerate(self._keys):
-            self._check_captions(folder, keys, [paths[number] for _, paths in self._rows if paths[number]])
-
-    def _check_captions(self, folder: str, keys: CaptionKeys, captions: list[Any]) -> None:
-        """Raise DataError if a key has no caption files. captions: their paths."""
-        if not captions:
-            wanted = f".{' or .'.join(keys.extensions)}"
-            raise DataError(
-                f"data {folder!r}: the image folder has no captions; put a text file ({wanted}) with the same name "
-                "beside each picture, or add a metadata.csv with the columns file_name and text, or give a CSV with "
-                f"the paths of the images{self._json_advice()}"
-            )
-        in_json = spread([path for path in captions if _extension(path) == JSON])
-        if in_json and keys.fields:
-            check_fields([_record(path) for path in in_json], keys, in_json[0])
+            captions = [path for _, paths in self._rows if (path := paths[number])]
+            if not captions:
+                wanted = f".{' or .'.join(keys.extensions)}"
+                raise DataError(
+                    f"data {folder!r}: the image folder has no captions; put a text file ({wanted}) with the same name "
+                    "beside each picture, or add a metadata.csv with the columns file_name and text, or give a CSV "
+                    f"with the paths of the images{self._json_advice()}"
+                )
+            if keys.fields:
+                check_fields(keys, [path for path in captions if _extension(path) == JSON], _record, str)
 
     def _json_advice(self) -> str:
         beside = os.path.splitext(self._rows[0][0])[0] + ".json"

@@ -59,17 +59,23 @@ def open_index(
             versions.append(stat.st_mtime_ns)
     facts = [*settings, *zip(names, sizes, versions, strict=True)]
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24] + suffix
-    folders = _index_folders(root, is_remote=isinstance(paths[0], RemoteFile))
+    folders = [] if isinstance(paths[0], RemoteFile) else [root / INDEX_FOLDER]
+    with contextlib.suppress(OSError):  # of a user without a home folder
+        folders.append(user_cache() / hashlib.sha256(os.fsencode(root)).hexdigest()[:16])
     for folder in folders:
         if description := _description(folder / name):
             return folder / name, description
-    writable = next(filter(_writable, folders), None)
-    if writable is None:
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            break
+    else:
         raise DataError(
             f"the index of {paths[0]} cannot be written to {' or '.join(map(str, folders)) or 'a home folder'}; make "
             "one of these folders writable, or set XDG_CACHE_HOME to a writable folder"
         )
-    index = writable / name
+    index = folder / name
     with _locked(index.with_suffix(".lock")):
         if description := _description(index):  # another process may have made the index meanwhile
             return index, description
@@ -107,23 +113,6 @@ def _description(index: Path) -> dict[str, Any] | None:
 def reading(path: Path | RemoteFile) -> contextlib.AbstractContextManager[None]:
     """Raise an OSError inside the `with` statement as a DataError that names the shard."""
     return os_errors_as(DataError, f"cannot read {path}")
-
-
-def _index_folders(root: Path, *, is_remote: bool) -> list[Path]:
-    place = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
-    beside = [] if is_remote else [root / INDEX_FOLDER]
-    try:
-        return [*beside, user_cache() / place]
-    except OSError:  # a user without a home folder
-        return beside
-
-
-def _writable(folder: Path) -> bool:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(folder, os.W_OK)
 
 
 @contextlib.contextmanager

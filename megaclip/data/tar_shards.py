@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from megaclip.data.batch import BadSample, Captions, RawSample
-from megaclip.data.captions import JSON, CaptionKeys, captions_of, check_fields, json_record, spread, text_fields
+from megaclip.data.captions import JSON, CaptionKeys, captions_of, check_fields, json_record, text_fields
 from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.index import open_index, reading
 from megaclip.data.remote import THREADS, RemoteFile
@@ -249,17 +249,18 @@ class TarShards:
         return f"; they have .{', .'.join(sorted(found))} members: set {setting} to one of them{dots}"
 
     def _check_fields(self, number: int, keys: CaptionKeys) -> None:
-        """Raise DataError, which lists the existing fields, if none of some JSON members has a field of a key."""
-        is_json = self._entries["caption_extension"][:, number] == keys.extensions.index(JSON)
-        rows = spread(np.flatnonzero(is_json).tolist())
-        records, names = [], []
-        for row in rows:
-            entry, shard = self._entries[row], self._shard_of(row)
+        """Raise DataError if the JSON members do not have the fields of key `number`."""
+
+        def record(row: int) -> dict[str, Any]:
+            entry = self._entries[row]
             place = int(entry["caption_offset"][number]), int(entry["caption_size"][number])
-            records.append(self._json(shard, *place))
-            names.append(f"{self._paths[shard]}, {entry['key'].decode('utf-8', 'replace')}.json")
-        if rows:
-            check_fields(records, keys, names[0])
+            return self._json(self._shard_of(row), *place)
+
+        def name(row: int) -> str:
+            return f"{self.shard_name(row)}, {self._entries[row]['key'].decode('utf-8', 'replace')}.json"
+
+        is_json = self._entries["caption_extension"][:, number] == keys.extensions.index(JSON)
+        check_fields(keys, np.flatnonzero(is_json).tolist(), record, name)
 
     def _json(self, shard: int, offset: int, size: int) -> dict[str, Any]:
         """Return the JSON object in a member, or an empty one if it holds something else."""
