@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
 from typing import Any
@@ -31,23 +29,6 @@ _ATTEMPTS = 5
 _logger = get_logger(__name__)
 
 
-def leave_stop_signals_to_parent() -> None:
-    """Ignore SIGINT and SIGUSR1, which are also sent to this process when its parent receives them. SIGTERM ends it."""
-    signal.set_wakeup_fd(-1)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
-
-
-@contextmanager
-def _blocked_stop_signals() -> Iterator[None]:
-    """Block the stop signals in this thread."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 class _Process(ForkProcess):
     """Process that sends a byte to its parent when it starts its work, and ends if the parent has given it up."""
 
@@ -55,7 +36,10 @@ class _Process(ForkProcess):
     """Connection to the parent."""
 
     def run(self) -> None:
-        leave_stop_signals_to_parent()
+        signal.set_wakeup_fd(-1)
+        # SIGINT and SIGUSR1 are also sent to this process when its parent receives them. SIGTERM ends it.
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
         try:
             with self._begun:
                 self._begun.sendall(b".")
@@ -70,8 +54,12 @@ class _Process(ForkProcess):
         for _ in range(_ATTEMPTS):
             receiver, process._begun = socket.socketpair()
             with receiver:
-                with process._begun, _blocked_stop_signals():
-                    child = Popen(process)
+                before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+                try:
+                    with process._begun:
+                        child = Popen(process)
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 receiver.settimeout(START_WAIT_S)
                 try:
                     begun = receiver.recv(1)

@@ -25,28 +25,23 @@ def expand_braces(pattern: str) -> list[str]:
     Zero padding is kept, braces may be nested, and a backslash makes the next character literal, as in bash.
     Raises DataError if the braces are not balanced or stand for more than MAX_FILES strings.
     """
-    for match in _RANGE.finditer(pattern):  # braceexpand stores every number of a range in memory
-        first, last, step = (int(number or 1) for number in match.groups())
-        if abs(last - first) // max(step, 1) >= MAX_FILES:
-            raise _too_many(pattern)
+    ranges = [[int(number or 1) for number in match.groups()] for match in _RANGE.finditer(pattern)]
+    # braceexpand stores every number of a range in memory.
+    is_too_long = any(abs(last - first) // max(step, 1) >= MAX_FILES for first, last, step in ranges)
     try:
-        names = list(itertools.islice(braceexpand(pattern), MAX_FILES + 1))
+        names = [] if is_too_long else list(itertools.islice(braceexpand(pattern), MAX_FILES + 1))
     except ValueError as error:  # UnbalancedBracesError, which the library's type hints do not declare
         raise DataError(f"data {pattern!r}: the braces are not balanced; write '\\{{' for a brace in a name") from error
-    if len(names) > MAX_FILES:
-        raise _too_many(pattern)
+    if is_too_long or len(names) > MAX_FILES:
+        raise DataError(
+            f"data {pattern!r}: the braces stand for more than {MAX_FILES:,} files; use shorter ranges or a glob"
+        )
     return names
 
 
 def literal(path: str | os.PathLike) -> str:
     """Return the pattern that matches only the file or folder `path`."""
     return re.sub(r"[\\{}]", r"\\\g<0>", glob.escape(os.fspath(path)))
-
-
-def _too_many(pattern: str) -> DataError:
-    return DataError(
-        f"data {pattern!r}: the braces stand for more than {MAX_FILES:,} files; use shorter ranges or a glob"
-    )
 
 
 def expand_pattern(pattern: str) -> list[str]:

@@ -13,6 +13,7 @@ import hashlib
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -290,11 +291,7 @@ def _glob(url: str) -> list[str]:
 
 def _list_folders(urls: Sequence[str]) -> None:
     """List the folders of many files, so that an object store answers their look-ups from one request in 1,000."""
-    folders: dict[str, int] = {}
-    for url in urls:
-        folder = url.rpartition("/")[0]
-        folders[folder] = folders.get(folder, 0) + 1
-    for folder, count in folders.items():
+    for folder, count in Counter(url.rpartition("/")[0] for url in urls).items():
         if count >= _FEW_FILES and not _is_http(folder):
             system, path = _open(folder)
             try:
