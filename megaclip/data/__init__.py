@@ -5,7 +5,7 @@ sources.py opens datasets, order.py computes the order of the samples, and loade
 
 from megaclip.data.batch import PADDING_ID, Batch, EvaluationBatch, LabelledBatch, TrainBatch
 from megaclip.data.gpu_decoder import GpuDecoder, open_gpu_decoder
-from megaclip.data.images import GPU_DECODER, OPENAI_MEAN, OPENAI_STD, ImageTransform, image_decoder, normalised_pixels
+from megaclip.data.images import CPU_DECODER, GPU_DECODER, OPENAI_MEAN, OPENAI_STD, ImageTransform, normalised_pixels
 from megaclip.data.labelled import LabelledDataset, open_labelled
 from megaclip.data.loader import EvaluationLoader, TrainLoader, check_batch, slots_ahead
 from megaclip.data.shard_cache import bytes_to_come

@@ -32,11 +32,7 @@ class ImageFolder:
     kind = "imagefolder"
 
     def __init__(
-        self,
-        folder: str,
-        *,
-        image_extensions: Sequence[str] = (),
-        caption_keys: Sequence[CaptionKeys],
+        self, folder: str, *, image_extensions: Sequence[str] = (), caption_keys: Sequence[CaptionKeys]
     ) -> None:
         """image_extensions: extensions of the pictures. Default: IMAGE_EXTENSIONS, and others are read by content."""
         self._image_extensions, self._keys = tuple(image_extensions or IMAGE_EXTENSIONS), caption_keys

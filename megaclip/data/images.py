@@ -66,19 +66,9 @@ LARGEST_ON_GPU = 4 << 20
 """Largest number of pixels of a file that a GPU decodes. The CPU decodes larger ones at a part of their size."""
 RESIZED_BY_TORCH = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 """True if torch resizes crops. Its kernel for 8-bit pixels requires AVX2."""
-
-
+CPU_DECODER = f"{'Pillow' if simplejpeg is None else 'simplejpeg'} and torch" if RESIZED_BY_TORCH else "Pillow"
 GPU_DECODER = "nvJPEG and Triton"
-"""Libraries of gpu_decoder.py, for the log and checkpoints."""
-
-
-def image_decoder(*, on_gpu: bool = False) -> str:
-    """Return the libraries that decode JPEG files and resize crops in training on this machine."""
-    if on_gpu:
-        return GPU_DECODER
-    if not RESIZED_BY_TORCH:
-        return "Pillow"
-    return f"{'Pillow' if simplejpeg is None else 'simplejpeg'} and torch"
+"""Libraries that decode JPEG files and resize crops in training: on this machine's CPU, and on a GPU."""
 
 
 def normalised_pixels(

@@ -10,7 +10,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from megaclip.data.batch import BadSample, RawSample
-from megaclip.data.images import ImageTransform, image_decoder, open_image
+from megaclip.data.images import CPU_DECODER, ImageTransform, open_image
 from megaclip.data.loader import TrainLoader
 from megaclip.data.reading import check_caption, decode_image
 from megaclip.data.sources import PairDataset
@@ -135,4 +135,4 @@ def time_loader(
         samples += len(next(loader).tokens)
         elapsed = time.perf_counter() - began
     rate = round(samples / elapsed, 1)
-    return {"samples_per_s_per_core": rate, "image_size": transform.size, "decoder": image_decoder()}
+    return {"samples_per_s_per_core": rate, "image_size": transform.size, "decoder": CPU_DECODER}

@@ -27,7 +27,7 @@ from torch import Tensor
 from megaclip.data.batch import PADDING_ID, EvaluationBatch, LabelledBatch, TrainBatch
 from megaclip.data.feature_cache import CachedFeatures
 from megaclip.data.gpu_decoder import GpuDecoder
-from megaclip.data.images import LARGEST_ON_GPU, ImageTransform, JpegCrop, image_decoder
+from megaclip.data.images import CPU_DECODER, GPU_DECODER, LARGEST_ON_GPU, ImageTransform, JpegCrop
 from megaclip.data.order import MixtureOrder, SampleOrder, rank_positions
 from megaclip.data.reading import BadSampleLog, EvaluationReader, Loaded, ReadableSet, TrainReader, described
 from megaclip.data.shard_cache import ShardCache
@@ -127,7 +127,7 @@ class TrainLoader:
         self._order = order = dataset.order(self.samples_per_step, seed=seed, shard_order=shard_order)
         check_batch(self.samples_per_step, order)
         if features is None:
-            decoder = image_decoder(on_gpu=gpu_decoder is not None) if transform.training else "Pillow"
+            decoder = (CPU_DECODER if gpu_decoder is None else GPU_DECODER) if transform.training else "Pillow"
             log_once(_logger.info, f"training images are decoded and resized by {decoder}")
         self._reader = TrainReader(dataset, transform, tokenizer, seed, features)
         self._cache: ShardCache | None = None

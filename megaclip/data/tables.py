@@ -62,7 +62,8 @@ class Table:
         self._fields = dict(zip(options.field_keys, columns.fields, strict=True))
         self._keys = weighted_keys(options.caption_key)
         self._columns = text.columns if text else {"image": self._image, "caption": ", ".join(self._captions)}
-        self._image_root, self._starts = options.image_root, np.cumsum([0, *rows])
+        self._image_root = options.image_root
+        self._names, self._starts = self._files or [name], np.cumsum([0, *(rows or [len(dataset)])])
         # A saved dataset may have the format of NumPy or another library, in which a list is not a Python list.
         dataset = dataset.with_format(None)
         if isinstance(dataset.features[self._image], Image):
@@ -157,12 +158,11 @@ class Table:
 
     def shard_name(self, row: int) -> str:
         """Return the file of a row, or the name of a table without files."""
-        return self._files[self._file_of(row)] if self._files else self._name
+        return self._names[self._file_of(row)]
 
     def _key(self, row: int) -> str:
         """Return a name of a row for messages. Rows are counted from 1 in each file, without the header of a table."""
-        before = self._starts[self._file_of(row)] if self._files else 0
-        return f"{Path(self.shard_name(row)).name} row {row - before + 1}"
+        return f"{Path(self.shard_name(row)).name} row {row - self._starts[self._file_of(row)] + 1}"
 
     def _folder(self, row: int) -> str | None:
         """Return the folder to which the image path of a row is relative, or None for the working directory."""

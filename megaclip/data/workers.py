@@ -262,16 +262,12 @@ def _answer(function: Callable[[Any], Any], item: Any) -> bytes:
     The functions of this package return expected errors in their results. The traceback is that of a fault of the code,
     or of a Rust library, whose panic is no Exception.
     """
-    try:
-        return _pickled((function(item), ""))
-    except BaseException:
-        return _pickled((None, traceback.format_exc()))
-
-
-def _pickled(answer: tuple[Any, Any]) -> bytes:
     content = io.BytesIO()
-    _Pickler(content, pickle.HIGHEST_PROTOCOL).dump(answer)
-    return content.getvalue()
+    try:
+        _Pickler(content, pickle.HIGHEST_PROTOCOL).dump((function(item), ""))
+        return content.getvalue()
+    except BaseException:
+        return pickle.dumps((None, traceback.format_exc()))
 
 
 class _Pickler(pickle.Pickler):
@@ -315,5 +311,4 @@ def kill_workers() -> None:
     """Kill all workers of this process, for a process that is about to end without closing its loaders."""
     for results in list(_running):
         for worker in results.workers:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.pid, signal.SIGKILL)
+            worker.kill()

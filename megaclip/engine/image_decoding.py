@@ -3,7 +3,7 @@
 import torch
 
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
-from megaclip.data import GpuDecoder, ImageTransform, image_decoder, open_gpu_decoder
+from megaclip.data import CPU_DECODER, GPU_DECODER, GpuDecoder, ImageTransform, open_gpu_decoder
 from megaclip.engine.metrics import WAITED_SHARE, WAITED_STEPS
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
@@ -35,7 +35,7 @@ class ImageDecoding:
     @property
     def libraries(self) -> str:
         """Libraries that decode and resize."""
-        return image_decoder(on_gpu=self.gpu is not None)
+        return CPU_DECODER if self.gpu is None else GPU_DECODER
 
     def use_gpu(self) -> None:
         """Decode JPEG files on the GPU. Raises ConfigError, on every rank, if a rank cannot."""
