@@ -1,7 +1,6 @@
 """Synthetic samples for tools/bench_train.py: random pictures and captions in memory, in the shape of a data source."""
 
 import random
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +33,8 @@ class SyntheticSource:
         self.checksum = ""
         self.columns = {"image": "memory", "caption": "memory"}
         self.shard_sizes = np.array([samples], dtype=np.int64)
+        self.manifest = [["memory", 0, samples]]
+        self.image_files = list[str]()
 
     def __len__(self) -> int:
         return int(self.shard_sizes[0])
@@ -46,12 +47,6 @@ class SyntheticSource:
 
     def shard_name(self, row: int) -> str:
         return "memory"
-
-    def manifest(self) -> list[list[Any]]:
-        return [["memory", 0, len(self)]]
-
-    def image_files(self) -> list[str]:
-        return []
 
 
 def synthetic_captions(lengths: str, context_length: int) -> list[str]:

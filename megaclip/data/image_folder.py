@@ -39,42 +39,30 @@ class ImageFolder:
         self._by_content = not image_extensions
         self.account = Account()
         self._rows: list[_Files] = []
-        self._manifest: list[list[Any]] = []
+        self.manifest: list[list[Any]] = []
+        """[name, bytes, samples] per folder that holds pictures. Names are relative to the whole folder."""
         for place, names in sorted(walk_folder(folder)):
             rows = self._pairs(place, names)
             if rows:
                 files = {path for picture, texts in rows for path in (picture, *texts) if path and os.path.exists(path)}
                 size = sum(os.stat(path).st_size for path in files)
-                self._manifest.append([os.path.relpath(place, folder), size, len(rows)])
+                self.manifest.append([os.path.relpath(place, folder), size, len(rows)])
                 self._rows += rows
+        self.image_files = [picture for picture, _ in self._rows]
         self.shard_sizes = runs_of_rows(len(self._rows))
         if missing := sum(not any(captions) for _, captions in self._rows):
             self.account.problems["missing caption"] = missing
         self._check(folder)
-        relative = "\n".join(os.path.relpath(path, folder) for path, _ in self._rows)
+        relative = "\n".join(os.path.relpath(path, folder) for path in self.image_files)
         self.checksum = hashlib.sha256(relative.encode(errors="surrogateescape")).hexdigest()[:16]
+        images, captions = Counter(f".{_extension(path)}" for path in self.image_files), Counter[str]()
+        for _, paths in self._rows:
+            pairs = zip(self._keys, paths, strict=True)
+            captions.update(keys.name(_extension(path)) for keys, path in pairs if path)
+        self.columns = {"image": counted(images), "caption": counted(captions)}
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    @property
-    def columns(self) -> dict[str, str]:
-        """Extensions and JSON fields of images and captions, with the number of samples that have them."""
-        images = Counter(f".{_extension(image)}" for image, _ in self._rows)
-        captions = Counter(
-            keys.name(_extension(path))
-            for _, paths in self._rows
-            for keys, path in zip(self._keys, paths, strict=True)
-            if path
-        )
-        return {"image": counted(images), "caption": counted(captions)}
-
-    def manifest(self) -> list[list[Any]]:
-        """Return [name, bytes, samples] per folder that holds pictures. Names are relative to the whole folder."""
-        return self._manifest
-
-    def image_files(self) -> list[str]:
-        return [picture for picture, _ in self._rows]
 
     def shard_name(self, row: int) -> str:
         return os.path.dirname(self._rows[row][0])

@@ -160,11 +160,9 @@ class Source(Protocol):
     def shard_name(self, row: int) -> str:
         """Return the name of the file that holds `row`, for messages."""
 
+    @property
     def manifest(self) -> list[list[Any]]:
-        """Return [name, bytes, samples] per file. A resumed run requires an equal manifest."""
-
-    def image_files(self) -> Iterable[str | Path]:
-        """Return the local files that hold the images."""
+        """[name, bytes, samples] per file. A resumed run requires an equal one."""
 
     @property
     def checksum(self) -> str:
@@ -173,6 +171,10 @@ class Source(Protocol):
     @property
     def columns(self) -> dict[str, str]:
         """Columns, extensions or fields that images ("image") and captions ("caption") come from, for a report."""
+
+    @property
+    def image_files(self) -> Iterable[str | Path]:
+        """Local files that hold the images."""
 
 
 def counted(names: Counter[str]) -> str:

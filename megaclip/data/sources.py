@@ -153,7 +153,7 @@ class PairDataset:
     def image_times(self) -> str:
         """Return a checksum of the sizes of the local files with the images and of the times of their last change."""
         sums = hashlib.sha256()
-        for path in itertools.chain.from_iterable(source.image_files() for source in self.sources):
+        for path in itertools.chain.from_iterable(source.image_files for source in self.sources):
             facts = os.stat(path) if os.path.exists(path) else None  # a missing file is a bad sample
             sums.update(f"{facts and (facts.st_size, facts.st_mtime_ns)}\n".encode())
         return sums.hexdigest()[:16]
@@ -169,7 +169,7 @@ class PairDataset:
         The result is unchanged by a round trip through JSON.
         """
         sources: list[dict[str, Any]] = [
-            {"type": source.kind, "files": source.manifest(), "checksum": source.checksum + self.part}
+            {"type": source.kind, "files": source.manifest, "checksum": source.checksum + self.part}
             for source in self.sources
         ]
         for source, described in zip(self.sources, sources, strict=True):

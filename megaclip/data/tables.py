@@ -138,16 +138,18 @@ class Table:
                     self.account.seen += 1
                     self.account.leave_out(UNNAMED, path)
 
+    @property
     def manifest(self) -> list[list[Any]]:
-        """Return [name, bytes, rows] per file. The first file has the rows of the whole table, the others have 0."""
+        """[name, bytes, rows] per file. The first file has the rows of the whole table, the others have 0."""
         if not self._files:
             return [[self._name if self.kind == "hub" else Path(self._name).name, 0, len(self)]]
         sizes = [[Path(file).name, os.path.getsize(file), 0] for file in self._files]
         sizes[0][2] = len(self)
         return sizes
 
+    @property
     def image_files(self) -> Sequence[str]:
-        """Return the images that the rows name, or else the files of the table, as `Source.image_files` does."""
+        """Images that the rows name, or else the files of the table."""
         paths = self.image_paths()
         if paths is None:
             return self._files or [str(entry["filename"]) for entry in self._rows.cache_files]

@@ -67,6 +67,9 @@ class TarShards:
         self.shards: list[dict[str, Any]] = description["shards"]
         self.shard_sizes = np.array([shard["samples"] for shard in self.shards], dtype=np.int64)
         self._ends = np.cumsum(self.shard_sizes)
+        self.manifest = [[shard["name"], shard["bytes"], shard["samples"]] for shard in self.shards]
+        self.checksum = hashlib.sha256("".join(shard["checksum"] for shard in self.shards).encode()).hexdigest()[:16]
+        self.image_files = [path for path in self._paths if isinstance(path, Path)]
         self.account = Account("members")
         for shard in self.shards:
             self.account.add(Account(**shard["account"]), shard["name"])
@@ -101,11 +104,6 @@ class TarShards:
         return np.load(self._index, mmap_mode="r")
 
     @property
-    def checksum(self) -> str:
-        """Checksum of the names and places of all members."""
-        return hashlib.sha256("".join(shard["checksum"] for shard in self.shards).encode()).hexdigest()[:16]
-
-    @property
     def columns(self) -> dict[str, str]:
         """Extensions and JSON fields of images and captions, with the number of samples that have them."""
         images, captions = Counter[str](), Counter[str]()
@@ -114,13 +112,6 @@ class TarShards:
             for keys, counts in zip(self._keys, shard["captions"], strict=False):
                 captions.update({keys.name(extension): count for extension, count in counts.items()})
         return {"image": counted(images), "caption": counted(captions)}
-
-    def manifest(self) -> list[list[Any]]:
-        """Return [name, bytes, samples] per shard. Names are relative to the common folder."""
-        return [[shard["name"], shard["bytes"], shard["samples"]] for shard in self.shards]
-
-    def image_files(self) -> Sequence[Path]:
-        return [path for path in self._paths if isinstance(path, Path)]
 
     def shard_name(self, row: int) -> str:
         return str(self._paths[self._shard_of(row)])
