@@ -63,7 +63,7 @@ class Look:
             try:
                 raw = dataset.read(sample_id)
                 check_caption(raw)
-                pixels = decode_image(self._transform, raw, (0, 0, 0))
+                pixels = decode_image(self._transform, raw)
             except BadSample as error:
                 self.bad[error.kind].append(error.detail)
                 continue

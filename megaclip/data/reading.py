@@ -218,10 +218,10 @@ def _pair_id(raw: RawSample, number: int, id_key: str) -> int:
     return digest((" ".join(raw.captions.texts[number].split()) if raw.id_cell is None else raw.id_cell).encode())
 
 
-def decode_image(transform: ImageTransform, raw: RawSample, seeds: tuple[int, int, int]) -> torch.Tensor:
+def decode_image(transform: ImageTransform, raw: RawSample) -> torch.Tensor:
     """Return the transformed image. Raises BadSample, whose detail names the sample."""
     with _named(raw):
-        return transform(raw.image, seeds=seeds)
+        return transform(raw.image)
 
 
 @contextlib.contextmanager
@@ -263,7 +263,7 @@ class EvaluationReader:
                 with _noted(self.dataset, sample_id := int(ids[row]), bad_samples):
                     raw = self.dataset.read(sample_id)
                     check_caption(raw)
-                    images[row] = decode_image(self.transform, raw, (0, 0, 0))
+                    images[row] = decode_image(self.transform, raw)
                     kept[row], digests[row] = sample_id, raw.image_digest
                     texts = list(raw.captions.texts)
                     captions[row] = raw.lines if self.by_line and len(texts) == 1 else texts

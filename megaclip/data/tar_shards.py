@@ -209,15 +209,12 @@ class TarShards:
 
     def _check_members(self) -> None:
         """Raise DataError, with the extensions that the shards have, if no sample has an image or none a caption."""
-        wanted = [("image", "an image", self._image_extensions, any(shard["images"] for shard in self.shards))]
-        for number, keys in enumerate(self._keys):
-            present = any(shard["captions"][number] for shard in self.shards)
-            wanted.append(("caption", "a caption", keys.extensions, present))
-        for number, (name, extension) in enumerate(self._fields.items(), start=len(self._keys)):
-            present = any(shard["captions"][number] for shard in self.shards)
-            wanted.append(("field", f"the field {name}", (extension,), present))
-        for what, named, extensions, present in wanted:
-            if not present:
+        wanted = [("image", "an image", self._image_extensions)]
+        wanted += [("caption", "a caption", keys.extensions) for keys in self._keys]
+        wanted += [("field", f"the field {name}", (extension,)) for name, extension in self._fields.items()]
+        found = zip(*([shard["images"], *shard["captions"]] for shard in self.shards), strict=True)
+        for (what, named, extensions), counts in zip(wanted, found, strict=True):
+            if not any(counts):
                 raise DataError(
                     f"none of the {len(self)} samples in {len(self.shards)} tar shards, first {self._paths[0]}, has "
                     f"{named} (a member .{' or .'.join(extensions)}){self._other_members(what)}"
@@ -264,7 +261,7 @@ class TarShards:
 def _write_index(
     index: Path, contents: list[ShardContents], names: list[str], sizes: list[int], fields: int
 ) -> dict[str, Any]:
-    """Write the array of the index, and return its description."""
+    """Write the array of the index, and return its description. fields: number of extra fields."""
     with index.open("wb") as file:
         np.save(file, np.concatenate([shard.entries for shard in contents]))
     shards = [
@@ -285,9 +282,7 @@ def _write_index(
 
 
 def _without_fields(entries: np.ndarray, fields: int) -> np.ndarray:
-    """Return the entries without the last `fields` keys: a run may resume with another objective on the same data."""
-    if not fields:
-        return entries
+    """Return the entries without extra fields: a run may resume with another objective on the same data."""
     keys = entries["caption_size"].shape[1] - fields
     kept = np.zeros(len(entries), entry_type(keys))
     for name in kept.dtype.names or ():

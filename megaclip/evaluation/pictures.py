@@ -153,7 +153,7 @@ def _read(dataset: ReadableSet, pair: int) -> tuple[str, Picture]:
         if pair != PADDING_ID:
             sample = dataset.read(pair)
             caption = next((line.strip() for line in sample.caption.splitlines() if line.strip()), "")
-            pixels = decode_image(ImageTransform(_THUMBNAIL), sample, (0, 0, 0))
+            pixels = decode_image(ImageTransform(_THUMBNAIL), sample)
             return caption, Image.fromarray(pixels.permute(1, 2, 0).numpy())
     except (BadSample, DataError) as bad:  # the other ranks do not wait for this one
         log_once(_logger.warning, f"cannot read a sample of the evaluation pictures: {bad}")
