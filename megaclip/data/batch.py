@@ -18,10 +18,7 @@ PADDING_ID = -1
 
 
 class BadSample(Exception):
-    """Raised for a sample that cannot be used. The loader counts it under `kind` and replaces it.
-
-    detail: the sample (`RawSample.key`), if it is known, and the problem.
-    """
+    """Raised for an unusable sample, which is counted under `kind`. detail: its key, if it is known, and the problem."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(f"{kind}: {detail}")
@@ -125,10 +122,7 @@ class TrainBatch(Batch):
 @dataclasses.dataclass
 class EvaluationBatch(Batch):
     """Image-text pairs with their ids; bad samples and rows without a sample are padding. `tokens` (m, L) has all m
-    captions of the images, at least one per row.
-
-    Training needs no ids in its batches: `TrainLoader.ids_of_step` computes them before a batch has been read.
-    """
+    captions of the images, at least one per row."""
 
     ids: torch.Tensor
     """Rows in the dataset (b,) int64, dense and stable. PADDING_ID marks padding."""

@@ -98,10 +98,7 @@ def captions_of(keys: Sequence[WeightedKey], read: Callable[[int], tuple[str, ..
 
 @dataclasses.dataclass(frozen=True)
 class CaptionKeys:
-    """Extensions of the files that hold captions under one key, and fields of JSON files.
-
-    The first one that a sample has is used.
-    """
+    """Extensions of files with captions under one key, and fields of JSON files. The first in a sample is used."""
 
     extensions: tuple[str, ...] = TEXT_EXTENSIONS
     """Extensions, lower-case and without a dot. "json" comes last, and only if `fields` is not empty."""

@@ -4,8 +4,6 @@ When a thread of a C++ library enters the interpreter for the first time, it bri
 states. A process that is forked at this moment inherits the lock as locked. Until Python 3.11 such a process waits for
 the lock inside `os.fork` forever, and so does every process that waits for its result.
 
-A process that is given up never starts its work, beside that of the process that replaces it.
-
 A forked process has the signal handlers of its parent, and writes the signals that it receives to the parent's wakeup
 socket. The parent would treat a signal to the process as a signal to itself. So stop signals are blocked from before
 the fork until the process has installed its own handlers.

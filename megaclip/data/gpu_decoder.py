@@ -45,9 +45,8 @@ class GpuDecoder:
     def __call__(self, images: Tensor, files: list[tuple[int, JpegCrop]]) -> list[int]:
         """Write the pixels of files into the rows that contain them. Return the rows that the GPU refuses.
 
-        images: (m, 3, S, S) uint8 in host memory. files: row and crop of each of them, in the order of the rows.
-
-        Raises torch.OutOfMemoryError.
+        images: (m, 3, S, S) uint8 in host memory. files: row and crop of each of them, in the order of the rows. Raises
+        torch.OutOfMemoryError.
         """
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             return [row for group in _groups(files) for row in self._decode_group(images, group)]

@@ -6,8 +6,7 @@ normalise). Training takes a random crop and resizes it. The crop depends on (se
 much larger than the target is decoded at 1/2, 1/4 or 1/8 of its size.
 
 For training, simplejpeg decodes JPEG files and torch resizes 8-bit pixels, if the processor has AVX2. That
-takes less than half of Pillow's time (docs/data.md). simplejpeg's pixels are equal to Pillow's, and torch's differ by
-rounding.
+takes less than half of Pillow's time (docs/data.md). simplejpeg's pixels equal Pillow's, torch's differ by rounding.
 Pillow opens and checks every file, and decodes what simplejpeg refuses: other formats, CMYK and damaged files. So both
 ways find the same bad samples. Without AVX2 Pillow does everything, because it is then faster than torch.
 With --image-decoder gpu, the transform only draws the crop of the files that the GPU decodes (gpu_decoder.py).
@@ -198,10 +197,7 @@ class ImageTransform:
 
 
 def resized_crop(pixels: torch.Tensor, box: tuple[int, int, int, int], size: int, interpolation: str) -> torch.Tensor:
-    """Return a crop of pixels (3, H, W) uint8 on the CPU, resized with antialiasing to (3, size, size).
-
-    box: left, top, width and height. interpolation: "bicubic" or "bilinear".
-    """
+    """Return a crop of pixels (3, H, W) uint8 on the CPU, resized with antialiasing. box: left, top, width, height."""
     left, top, width, height = box
     crop = pixels[None, :, top : top + height, left : left + width]
     crop = crop.contiguous(memory_format=torch.channels_last)  # a copy of whole rows is faster than a view

@@ -123,10 +123,7 @@ def _quantiles(numbers: list[int]) -> dict[str, float]:
 def time_loader(
     dataset: PairDataset, tokenizer: Tokenizer, transform: ImageTransform, seconds: float
 ) -> dict[str, Any]:
-    """Return the samples per second of the training loader in this process, so on one core, and the decoder.
-
-    transform: the image transform of training.
-    """
+    """Return the samples per second of the training loader in this process, so on one core, and the decoder."""
     size = min(64, len(dataset))
     loader = TrainLoader(dataset, transform, tokenizer, micro_batch_size=size, max_bad_fraction=1.0)
     next(loader)

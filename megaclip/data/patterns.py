@@ -1,7 +1,4 @@
-"""File patterns: braces as in bash, {00000..00331} and {a,b}, and globs with * ? [ ].
-
-`expand_pattern` returns existing files, in the order of the braces; the matches of a glob are sorted.
-"""
+"""File patterns: braces as in bash, {00000..00331} and {a,b}, and globs with * ? [ ]."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ def literal(path: str | os.PathLike) -> str:
 
 
 def expand_pattern(pattern: str) -> list[str]:
-    """Return the existing paths that `pattern` matches.
+    """Return the existing paths that `pattern` matches, in the order of the braces. The matches of a glob are sorted.
 
     A file or folder with exactly the name `pattern` is used as it is. Raises DataError if nothing matches or if a file
     or glob that the braces name is missing.

@@ -101,9 +101,7 @@ class TrainReader:
         """Return the pairs of `ids` (b,), with their pixels written into `images` (b, 3, H, W) uint8, or the bytes of
         their features into `images` (b, width).
 
-        Each sample is augmented by (seed, its epoch, its id).
-
-        for_gpu: write the files that a GPU decodes, instead of their pixels.
+        Each sample is augmented by (seed, its epoch, its id). for_gpu: write files that a GPU decodes as they are.
         """
         pairs, bad_samples = list[_Pair](), list[BadSampleReport]()
         try:
@@ -168,9 +166,9 @@ class TrainReader:
     def _write(
         self, raw: RawSample, seeds: tuple[int, int, int], box: np.ndarray | None, target: torch.Tensor, for_gpu: bool
     ) -> JpegCrop | None:
-        """Write the file, the pixels or the bytes of the features into `target`. Raises BadSample.
+        """Write the pixels, the bytes of the features, or the file for a GPU into `target`. Raises BadSample.
 
-        Return the crop of the file if that is for the GPU. box: replaces the random crop.
+        Return the crop of a file for a GPU. box: replaces the random crop.
         """
         crop: JpegCrop | None = None
         if self.features is None:
@@ -209,10 +207,7 @@ def described(dataset: ReadableSet, sample_id: int) -> str:
 
 
 def _pair_id(raw: RawSample, number: int, id_key: str) -> int:
-    """Return the id of a pair: a digest of its caption `number`, of its image file or of its cell, as --id-key selects.
-
-    Captions that differ in white space only are equal.
-    """
+    """Return a digest of what --id-key selects: caption `number`, without regard to white space, image file, or cell."""
     if id_key == "image":
         return raw.image_digest
     return digest((" ".join(raw.captions.texts[number].split()) if raw.id_cell is None else raw.id_cell).encode())
@@ -250,10 +245,7 @@ class EvaluationReader:
     """Every line of a text is a caption."""
 
     def read(self, ids: np.ndarray, images: torch.Tensor) -> Loaded:
-        """Return the batch of `ids` (b,), with its pixels written into `images` (b, 3, H, W) uint8.
-
-        PADDING_ID makes a padding row.
-        """
+        """Return the batch of `ids` (b,), PADDING_ID for padding. Its pixels go into `images` (b, 3, H, W) uint8."""
         images.zero_()
         captions, kept = [[""]] * len(ids), np.full_like(ids, PADDING_ID)
         digests, lines = torch.zeros(2, len(ids), dtype=torch.int64)

@@ -190,10 +190,7 @@ def look_up_all(urls: Sequence[str]) -> list[RemoteFile]:
 
 
 def find_files(spec: str) -> list[RemoteFile]:
-    """Return the files of a URL with braces or a glob, in the order of the braces; matches of a glob are sorted.
-
-    Raises DataError if one is missing.
-    """
+    """Return the files of a URL with braces or a glob, ordered as by `patterns`. Raises DataError if one is missing."""
     _open(spec)[0].invalidate_cache()  # of listings
     urls = []
     for url in expand_braces(spec):
@@ -252,10 +249,7 @@ def _is_http(url: str) -> bool:
 
 
 def _open(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system of a URL, and its path there. A forked process gets its own connections.
-
-    Raises DataError if the backend is not installed.
-    """
+    """Return fsspec's file system of a URL, and its path there. Raises DataError if its backend is not installed."""
     scheme = url.partition("://")[0].lower()
     extra, backend = SCHEMES[scheme]
     options: dict[str, Any] = {}

@@ -97,11 +97,8 @@ class ShardCache:
         shards_from: Callable[[int], Iterator[tuple[int, int]]],
         position: int,
     ) -> None:
-        """limit: bytes in the folder. Default: half of its disk. files: number of a shard -> the shard.
-
-        shards_from: as `SampleOrder.shards_from`. position: as for `advance`. Raises DataError if the folder cannot be
-        used.
-        """
+        """limit: bytes in the folder. Default: half of its disk. files: number of a shard -> the shard. shards_from: as
+        `SampleOrder.shards_from`. position: as for `advance`. Raises DataError if the folder cannot be used."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._limit = _limit(folder, limit)

@@ -20,7 +20,6 @@ DEFAULT_MAX_BAD_FRACTION = 0.01
 MAX_BYTES = {"image": 256 << 20, "caption": 1 << 20, "field": 64 << 20}
 """Largest size of an image file, of a text file, a JSON file or a caption in a table, and of an extra field."""
 
-
 HIDDEN = "hidden files"
 DOTTED = "a dot before the extension (webdataset ends the name of a sample at its first dot; rename them)"
 LINK = "a link in a tar shard (write the shard with tar --dereference --hard-dereference)"

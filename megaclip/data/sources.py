@@ -127,10 +127,7 @@ class PairDataset:
         return training, PairDataset(self.sources, rows=list(map(np.flatnonzero, held_out)), part=training.part)
 
     def order(self, batch: int, *, seed: int, shard_order: str = "shuffled") -> SampleOrder | MixtureOrder:
-        """Return the order of training for contrastive batches of `batch` samples.
-
-        It is a mixture if the dataset has weights, else one order over all sources.
-        """
+        """Return the order of training for contrastive batches of `batch` samples: a mixture if there are weights."""
         if not self.weights:
             return SampleOrder(self.shard_sizes, seed=seed, batch_sizes=[batch], shard_order=shard_order)
         columns = mixture_batches(self.weights, batch).T
@@ -164,10 +161,7 @@ class PairDataset:
         return [source.account for source in self.sources]
 
     def manifest(self) -> dict[str, Any]:
-        """Return the properties of the data that must be equal in a resumed run, without absolute paths.
-
-        The result is unchanged by a round trip through JSON.
-        """
+        """Return what must be equal in a resumed run, without absolute paths. JSON does not change it."""
         sources: list[dict[str, Any]] = [
             {"type": source.kind, "files": source.manifest, "checksum": source.checksum + self.part}
             for source in self.sources
@@ -268,10 +262,7 @@ def _check_fields(dataset: PairDataset) -> None:
 
 
 def data_files(spec: str) -> Sequence[str | RemoteFile]:
-    """Return the files that a path or URL with braces or a glob names. Raises DataError if one is missing.
-
-    A local folder is returned as it is.
-    """
+    """Return the files that a path or URL names, or a local folder itself. Raises DataError if one is missing."""
     return _remote_files(spec, "auto")[0] if is_remote(spec) else expand_pattern(spec)
 
 

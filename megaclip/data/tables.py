@@ -251,10 +251,7 @@ def _record(rows: Dataset, row: int, key: str) -> dict[str, Any]:
 
 
 def open_table(paths: Sequence[str], kind: str, options: ReadingOptions) -> Table:
-    """Open files as a table of type `kind`, one of TABLE_TYPES: one folder for "saved", one name for "hub".
-
-    Raises DataError.
-    """
+    """Open files as a table of type `kind`: one folder for "saved", one name for "hub". Raises DataError."""
     import datasets
 
     name, options = paths[0], dataclasses.replace(options, dataset_type=kind)

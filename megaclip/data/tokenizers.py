@@ -46,10 +46,7 @@ CLIP_WORDS = rf"(?i){CLIP_START}|{CLIP_END}|'s|'t|'re|'ve|'m|'ll|'d|[\p{{L}}]+|[
 
 
 def clean_caption(text: str, clean: Cleaning = "whitespace") -> str:
-    """Return a caption as open_clip cleans it, so that exported models see equal tokens.
-
-    Mis-decoded text is repaired, HTML entities are unescaped twice, and every run of white space becomes one space.
-    """
+    """Return a caption as open_clip cleans it: repaired, HTML unescaped twice, one space per run of white space."""
     # ftfy takes longer than the tokenizer, and it does not change printable ASCII without HTML entities.
     if not (text.isascii() and text.isprintable() and "&" not in text):
         text = html.unescape(html.unescape(ftfy.fix_text(text)))
@@ -60,10 +57,7 @@ def clean_caption(text: str, clean: Cleaning = "whitespace") -> str:
 
 
 class Tokenizer(abc.ABC):
-    """Turns n captions into token ids (n, context_length) int64.
-
-    Longer captions are truncated. The last token before the padding is always the end of text.
-    """
+    """Turns n captions into token ids (n, context_length) int64. The last one before the padding is the end of text."""
 
     vocab_size: int
     eos_id: int
@@ -168,10 +162,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._model.encode(clean_caption(caption, self._clean))
 
     def write_open_clip(self, directory: Path | str) -> dict[str, Any]:
-        """Write tokenizer.json and tokenizer_config.json, with which transformers and open_clip return equal ids.
-
-        Returns the keys and values for `text_cfg`.
-        """
+        """Write tokenizer.json and tokenizer_config.json, with which transformers and open_clip return equal ids."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self.as_hugging_face().save(str(directory / "tokenizer.json"))
@@ -323,8 +314,7 @@ def load_tokenizer(
             other options than `clean`.
 
     Raises:
-        ConfigError: there is no such tokenizer, it does not have one of the options, or the context length is too
-            short.
+        ConfigError: there is no such tokenizer, it lacks one of the options, or the context length is too short.
     """
     if context_length < 2:
         raise ConfigError(f"the context length is {context_length}; use at least 2")

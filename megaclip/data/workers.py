@@ -78,11 +78,8 @@ def note_row(row: int) -> None:
 def shared_pixels(shape: tuple[int, ...], file: int = -1) -> torch.Tensor:
     """Return zeros of this shape, uint8, which processes that are forked later share with this one.
 
-    They are no part of /dev/shm, whose size may be small.
-
-    file: descriptor of an open file of this size that contains the zeros. Default: they are in memory.
-
-    Raises OSError if the system refuses the memory.
+    They are no part of /dev/shm, whose size may be small. file: descriptor of an open file of this size that contains
+    the zeros. Default: they are in memory. Raises OSError if the system refuses the memory.
     """
     pages = mmap.mmap(file, torch.Size(shape).numel())
     return torch.frombuffer(pages, dtype=torch.uint8).view(shape)
@@ -95,9 +92,8 @@ class WorkerResults:
     is taken, at most PREFETCHED * num_workers items behind it have been passed to workers. Results are pickled. Any one
     thread may take the results.
 
-    describe_row: returns a description of the row that a worker has noted, for the error if it dies.
-
-    Raises DataError if the system refuses to start the processes.
+    describe_row: returns a description of the row that a worker has noted, for the error if it dies. Raises DataError
+    if the system refuses to start the processes.
     """
 
     def __init__(
