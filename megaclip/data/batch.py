@@ -18,7 +18,7 @@ PADDING_ID = -1
 
 
 class BadSample(Exception):
-    """Raised for an unusable sample, which is counted under `kind`. detail: its key, if it is known, and the problem."""
+    """Raised for an unusable sample, which is counted under `kind`. detail: its key, if known, and the problem."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(f"{kind}: {detail}")

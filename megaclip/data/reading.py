@@ -207,7 +207,7 @@ def described(dataset: ReadableSet, sample_id: int) -> str:
 
 
 def _pair_id(raw: RawSample, number: int, id_key: str) -> int:
-    """Return a digest of what --id-key selects: caption `number`, without regard to white space, image file, or cell."""
+    """Return a digest of what --id-key selects: caption `number` without extra white space, image file, or cell."""
     if id_key == "image":
         return raw.image_digest
     return digest((" ".join(raw.captions.texts[number].split()) if raw.id_cell is None else raw.id_cell).encode())
