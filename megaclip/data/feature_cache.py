@@ -20,7 +20,7 @@ from megaclip.data.batch import BadSample
 
 @dataclass(frozen=True)
 class CachedFeatures:
-    """Features of `samples` images in the files of `ranks` ranks. It may be pickled; every process maps the files."""
+    """Features of `samples` images in the files of `ranks` ranks. Every process maps the files."""
 
     folder: Path
     samples: int

@@ -52,7 +52,7 @@ _COMPRESSED_TAR = re.compile(r"\.(tgz|tbz2|txz|tar\.(gz|bz2|xz|zst|lz4))$", re.I
 
 @dataclasses.dataclass(eq=False)
 class PairDataset:
-    """Concatenated sources. They may be forked and pickled, and are read by id, in any order."""
+    """Concatenated sources. Forked processes read them too, by id, in any order."""
 
     sources: Sequence[Source]
     weights: Sequence[float] | None = None

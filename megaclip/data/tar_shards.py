@@ -14,6 +14,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import hashlib
+import io
 import os
 import time
 from collections import Counter
@@ -63,7 +64,7 @@ class TarShards:
         self._paths: Sequence[RemoteFile] | Sequence[Path] = files or [Path(str(path)).absolute() for path in paths]
         self._image_extensions, self._keys = tuple(image_extensions or IMAGE_EXTENSIONS), caption_keys
         self._fields = dict(field_extensions or {})
-        self._index, description = self._open_index(by_content=not image_extensions)
+        index, description = self._open_index(by_content=not image_extensions)
         self.shards: list[dict[str, Any]] = description["shards"]
         self.shard_sizes = np.array([shard["samples"] for shard in self.shards], dtype=np.int64)
         self._ends = np.cumsum(self.shard_sizes)
@@ -75,8 +76,9 @@ class TarShards:
             self.account.add(Account(**shard["account"]), shard["name"])
         if damaged := sum(bool(shard["damage"]) for shard in self.shards):
             self.account.problems["damaged shard"] = damaged
-        self._files: dict[int, int] = {}
+        self._files: dict[int, io.FileIO] = {}
         self._report_damage()
+        self._entries: np.ndarray = np.load(index, mmap_mode="r")
         self._check_members()
         for number, keys in enumerate(caption_keys):
             if keys.fields:
@@ -84,24 +86,6 @@ class TarShards:
 
     def __len__(self) -> int:
         return int(self._ends[-1])
-
-    def close(self) -> None:
-        """Close the shards. `read` opens them again."""
-        while self._files:
-            os.close(self._files.popitem()[1])
-
-    def __del__(self) -> None:
-        if hasattr(self, "_files"):  # __init__ may have raised an error before
-            self.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A worker process that is not forked opens the index and the shards itself.
-        return {k: v for k, v in self.__dict__.items() if k != "_entries"} | {"_files": {}}
-
-    @functools.cached_property
-    def _entries(self) -> np.ndarray:
-        # np.load cannot map an empty file. __init__ raises an error for a set without samples.
-        return np.load(self._index, mmap_mode="r")
 
     @property
     def columns(self) -> dict[str, str]:
@@ -153,22 +137,20 @@ class TarShards:
         if self.remote is not None:
             return self.remote.read(shard, offset, size)
         try:
-            content = os.pread(self._file(shard), size, offset)
+            content = os.pread(self._file(shard).fileno(), size, offset)
         except OSError as error:
             raise BadSample("unreadable shard", f"{key}: {error}") from error
         if len(content) < size:
             raise BadSample("unreadable shard", f"{key}: the shard became shorter after it was indexed")
         return content
 
-    def _file(self, shard: int) -> int:
-        """Return the file descriptor of a shard. Above a limit, the least recently used one is closed."""
-        descriptor = self._files.pop(shard, None)
-        if descriptor is None:
-            descriptor = os.open(str(self._paths[shard]), os.O_RDONLY | os.O_CLOEXEC)
-            if len(self._files) >= _OPEN_SHARDS:
-                os.close(self._files.pop(next(iter(self._files))))
-        self._files[shard] = descriptor
-        return descriptor
+    def _file(self, shard: int) -> io.FileIO:
+        """Return a shard, opened. Above a limit, the least recently used one is closed."""
+        file = self._files.pop(shard, None) or io.FileIO(str(self._paths[shard]))
+        self._files[shard] = file
+        if len(self._files) > _OPEN_SHARDS:
+            self._files.pop(next(iter(self._files))).close()
+        return file
 
     def _open_index(self, *, by_content: bool) -> tuple[Path, dict[str, Any]]:
         """Return the path of the array of the index, and the description of the index. Makes it if there is none."""

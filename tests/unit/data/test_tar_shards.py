@@ -9,7 +9,6 @@ import json
 import lzma
 import multiprocessing
 import os
-import pickle
 import tarfile
 import tempfile
 import time
@@ -281,11 +280,3 @@ def test_few_of_many_shards_are_open_at_once(tmp_path, monkeypatch):
         shards = TarShards(paths)
         assert captions(shards) * 2 == [f"caption {n}" for n in range(10)] * 2 == captions(shards) * 2
         assert len(os.listdir("/proc/self/fd")) <= before + 3 + 1
-
-
-def test_an_unpickled_copy_opens_the_shards_itself(tmp_path):
-    shards = TarShards(write_shards(tmp_path, [2]))
-    shards.read(0)
-    packed = pickle.dumps(shards)
-    shards.close()
-    assert len(packed) < 4000 and pickle.loads(packed).read(1).caption == "caption 1"
