@@ -50,11 +50,8 @@ def expand_pattern(pattern: str) -> list[str]:
     whole = os.path.expanduser(pattern)
     paths: list[str] = []
     for name in [whole] if os.path.exists(whole) else expand_braces(whole):
-        if glob.has_magic(name) and not os.path.exists(name):
-            found = sorted(glob.glob(name, recursive=True))
-            paths.extend(found or [name])
-        else:
-            paths.append(name)
+        found = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
+        paths += found or [name]
     missing = [path for path in paths if not os.path.exists(path)]
     if missing:
         problem = f"{len(missing)} of {len(paths)} files are missing, first {missing[0]}"

@@ -57,14 +57,11 @@ class RemoteShards:
         """Return the bytes of a member. Raises DataError if they cannot be read or the shard has changed."""
         file = self.files[shard]
         if self.cache is not None:
-            with contextlib.suppress(OSError):  # absent, or unreadable: read by range
-                # Not kept open: the disk space of a deleted file is free when the last process has closed it.
-                descriptor = os.open(self.cache / (file.cache_name + SUFFIX), os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    if os.fstat(descriptor).st_size == file.size:
-                        return os.pread(descriptor, size, offset)
-                finally:
-                    os.close(descriptor)
+            path = self.cache / (file.cache_name + SUFFIX)
+            # Not kept open: the disk space of a deleted file is free when the last process has closed it.
+            with contextlib.suppress(OSError), path.open("rb", buffering=0) as cached:  # else it is read by range
+                if os.fstat(cached.fileno()).st_size == file.size:
+                    return os.pread(cached.fileno(), size, offset)
         held, start, content = self._held
         if held != shard or not start <= offset <= offset + size <= start + len(content):
             start, content = offset, file.read(offset, min(offset + size + _READ_AHEAD, file.size))
