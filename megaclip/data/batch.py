@@ -88,11 +88,6 @@ class RawSample:
         """Captions on the lines of `caption`, without empty ones."""
         return [line.strip() for line in self.caption.splitlines() if line.strip()]
 
-    @property
-    def image_digest(self) -> int:
-        """Signed 64-bit digest of the image file. Equal files are equal images."""
-        return digest(self.image)
-
 
 def digest(content: bytes) -> int:
     """Return a signed 64-bit digest, equal in every process and version."""

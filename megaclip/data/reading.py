@@ -209,7 +209,7 @@ def described(dataset: ReadableSet, sample_id: int) -> str:
 def _pair_id(raw: RawSample, number: int, id_key: str) -> int:
     """Return a digest of what --id-key selects: caption `number` without extra white space, image file, or cell."""
     if id_key == "image":
-        return raw.image_digest
+        return digest(raw.image)
     return digest((" ".join(raw.captions.texts[number].split()) if raw.id_cell is None else raw.id_cell).encode())
 
 
@@ -256,7 +256,7 @@ class EvaluationReader:
                     raw = self.dataset.read(sample_id)
                     check_caption(raw)
                     images[row] = decode_image(self.transform, raw)
-                    kept[row], digests[row] = sample_id, raw.image_digest
+                    kept[row], digests[row] = sample_id, digest(raw.image)
                     texts = list(raw.captions.texts)
                     captions[row] = raw.lines if self.by_line and len(texts) == 1 else texts
                     lines[row] = len(raw.lines) if captions[row] == [raw.caption] else 1

@@ -344,12 +344,12 @@ def _open_source(spec: str, options: ReadingOptions) -> Source:
         raise DataError(f"data {spec!r}: --dataset-type {kind} is read from local folders only; copy the data")
     if files and kind != "webdataset":
         paths = [str(path) for file in files for path in copied([file])]
-    source: Source
-    if kind not in ("webdataset", "imagefolder"):
+    source: Source | None = None
+    if kind == "imagefolder":
+        source = _open_metadata(paths[0], options)
+    elif kind != "webdataset":
         source = open_table(paths, kind, options)
-    elif kind == "imagefolder" and (metadata := _metadata_of(paths[0])):
-        source = _open_metadata(paths[0], metadata, options)
-    else:
+    if source is None:
         keys = list(map(CaptionKeys.parse, weighted_keys(options.caption_key)))
         images = [part.strip().lstrip(".").lower() for part in (options.image_key or "").split(";")]
         extensions = tuple(filter(None, images))
@@ -372,8 +372,12 @@ def _open_source(spec: str, options: ReadingOptions) -> Source:
     return source
 
 
-def _open_metadata(folder: str, tables: list[str], options: ReadingOptions) -> Table:
-    """Return the table of the pictures in a folder."""
+def _open_metadata(folder: str, options: ReadingOptions) -> Table | None:
+    """Return the table of the pictures in a folder and its sub-folders, or None if there is none."""
+    places = ((place, sorted(METADATA_FILES.intersection(names))) for place, names in walk_folder(folder))
+    tables = [os.path.join(place, name) for place, names in places for name in names]
+    if not tables:
+        return None
     kinds = {_TYPE_OF_SUFFIX[Path(path).suffix] for path in tables}
     if "parquet" in kinds and len(kinds) > 1:
         raise DataError(f"data {folder!r} has metadata files in parquet and as text; use one of these formats")
@@ -396,15 +400,6 @@ def _refuse_folders_and_compressed_tars(spec: str, paths: Sequence[str]) -> None
                 f"data {spec!r}: {path} is compressed, and samples are read from their place in a tar file; decompress "
                 "the shards, for example with  gunzip shards/*.tar.gz  (images are compressed already)"
             )
-
-
-def _metadata_of(folder: str) -> list[str]:
-    """Return the tables of pictures in the folder and its sub-folders."""
-    return [
-        os.path.join(place, name)
-        for place, names in walk_folder(folder)
-        for name in sorted(METADATA_FILES.intersection(names))
-    ]
 
 
 def _describes_pictures(path: str) -> bool:

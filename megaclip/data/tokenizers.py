@@ -306,15 +306,12 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Load a tokenizer.
 
-    Args:
-        spec: "clip", the path of a sentencepiece .model file, a directory with the files of a Hugging Face tokenizer,
-            or "hf:NAME" for one in the local cache of the Hugging Face hub.
-        context_length: number of tokens per caption.
-        mode, options: `text_cfg.tokenizer_mode` and `text_cfg.tokenizer_kwargs`. Only Hugging Face tokenizers have
-            other options than `clean`.
-
-    Raises:
-        ConfigError: there is no such tokenizer, it lacks one of the options, or the context length is too short.
+    spec: "clip", the path of a sentencepiece .model file, a directory with the files of a Hugging Face tokenizer, or
+    "hf:NAME" for one in the local cache of the Hugging Face hub.
+    context_length: number of tokens per caption.
+    mode, options: `text_cfg.tokenizer_mode` and `text_cfg.tokenizer_kwargs`. Only Hugging Face tokenizers have other
+    options than `clean`.
+    Raises ConfigError if there is no such tokenizer, it lacks an option, or the context length is too short.
     """
     if context_length < 2:
         raise ConfigError(f"the context length is {context_length}; use at least 2")
