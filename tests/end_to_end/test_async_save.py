@@ -14,7 +14,7 @@ from megaclip.checkpoint.durable import save_tensors
 from megaclip.engine.metrics import Metrics
 from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, run_by_name, scalars
 
-pytestmark = pytest.mark.long  # its one launch takes half a minute; test_background_saves.py is quicker
+pytestmark = pytest.mark.long  # its one launch takes half a minute; tests/distributed/test_saves.py is quicker
 
 SLOW_S = 0.3
 SIGNALLED_AFTER = 5
