@@ -2,9 +2,9 @@
 
 The tests read the state of an engine with DeepSpeed's accessors, parameter by parameter. Engines that load a checkpoint
 are initialised with another seed. Their third step must equal the third step of the engines that saved.
+test_resume_bits.py resumes on the same number of ranks.
 
-Values loaded from files have the same bits on any machine. Steps have the same bits only on the same machine, with the
-same instruction set and number of threads.
+Values loaded from files have the same bits on any machine.
 """
 
 import re
@@ -47,7 +47,6 @@ SAVED = {
     "zero3": Case(3, ACCUMULATION, persistence_threshold=100),
     "zero3 locked offloaded": Case(3, ACCUMULATION, offload="all", locked="most"),
     "zero3 Lion": Case(3, ACCUMULATION, optimizer="Lion"),
-    "zero0 Lamb": Case(0, ACCUMULATION, optimizer="Lamb"),
 }
 LOADED = {
     1: {name: (name, SAVED[name]) for name in ("zero2 offloaded", "zero3")}
@@ -118,8 +117,7 @@ def _joined(engine: DeepSpeedEngine, name: str, part: torch.Tensor) -> torch.Ten
 def save_all(folder: str) -> dict[str, tuple[State, float, State]]:
     """Train, save, and train one more step. Return state at the save, third loss, and later parameters by name.
 
-    "NAME again" is the result of another engine of two ranks that has loaded the checkpoint. In "zero0 torch_adam",
-    PyTorch's Adam has loaded "zero0", which DeepSpeed's Adam saved.
+    In "zero0 torch_adam", PyTorch's Adam has loaded "zero0", which DeepSpeed's Adam saved.
     """
     results = {}
     for name, case in SAVED.items():
@@ -135,13 +133,6 @@ def save_all(folder: str) -> dict[str, tuple[State, float, State]]:
         for group, decay in zip(groups, decays, strict=True):
             group["weight_decay"] = decay
         results[name] = (state_of(engine, case), train_step(engine, case, STEPS), whole_parameters(engine))
-        if case.optimizer != "AdamW":
-            engine_cases.SEED += 1
-            engine = start(case)
-            load_checkpoint(engine, Path(folder) / name / tag)
-            engine_cases.SEED -= 1
-            again = (state_of(engine, case), train_step(engine, case, STEPS), whole_parameters(engine))
-            results[f"{name} again"] = again
     engine = start(SAVED["zero0"], torch_adam=True)
     load_checkpoint(engine, Path(folder) / "zero0" / tag)
     loss = train_step(engine, SAVED["zero0"], STEPS)
@@ -215,20 +206,6 @@ def test_another_implementation_of_adam_continues_the_count_of_steps(saved):
     assert_close(loss, expected_loss, ENGINE["loss"], "loss")
     bound = ENGINE["parameters"]
     assert exceeded(compare(parameters[key], expected[key], bound, key, size=RATE) for key in parameters) == []
-
-
-@pytest.mark.parametrize("name", [name for name, case in SAVED.items() if case.optimizer != "AdamW"])
-def test_same_number_of_ranks_resumes_bit_exactly(saved, name):
-    """Both runs use the same machine, instruction set and number of threads.
-
-    tests/end_to_end/test_resume.py tests AdamW.
-    """
-    (state, loss, parameters), (again, loss_again, parameters_again) = saved[name], saved[f"{name} again"]
-    assert state["steps"] == (0 if "Lion" in name else STEPS)  # Lion does not count steps
-    assert state.keys() == again.keys()
-    assert [key for key in state if not np.array_equal(state[key], again[key])] == []
-    assert loss == loss_again
-    assert [key for key in parameters if not np.array_equal(parameters[key], parameters_again[key])] == []
 
 
 @pytest.mark.parametrize("name", SAVED)

@@ -41,8 +41,10 @@ def distinct_cases() -> dict[str, dict]:
 CASES: dict[str, dict] = distinct_cases() | {
     "SGD": {"optimizer": {"type": "SGD", "params": {"lr": 1.0, "momentum": 0.9, "nesterov": True}}},
     "Adafactor": {"optimizer": {"type": "Adafactor", "params": {"lr": 1.0}}},
+    "Lamb": {"optimizer": {"type": "Lamb", "params": {"lr": 1.0}}},
+    "Lion": {"optimizer": {"type": "Lion", "params": {"lr": 1.0}}, "zero_optimization": {"stage": 3}},
 }
-QUICK = ("demo_cpu.json",)
+QUICK = ("demo_cpu.json", "Lamb", "Lion")
 LAUNCHES = {"quick": QUICK, "long": tuple(name for name in CASES if name not in QUICK)}
 
 
