@@ -525,8 +525,10 @@ def kept_of(model: ClipModel, case: Case) -> KeptGraphs:
     return kept_graphs(case.keep, chunks, [pairs or tower in trained_towers(model) for tower in Tower], pairs)
 
 
-def backpropagate(engine: DeepSpeedEngine, case: Case, step: int, loss=None, batch: MemoryBatch | None = None) -> float:
-    """Accumulate the gradient of one step in the engine; return the loss."""
+def backpropagate(
+    engine: DeepSpeedEngine, case: Case, step: int, loss=None, batch: MemoryBatch | None = None, **options: Any
+) -> float:
+    """Accumulate the gradient of one step in the engine; return the loss. options: of `accumulate_gradients`."""
     bias = engine.module.logit_bias
     value = accumulate_gradients(
         engine,
@@ -538,6 +540,7 @@ def backpropagate(engine: DeepSpeedEngine, case: Case, step: int, loss=None, bat
         coalesce=case.coalesce,
         kept=kept_of(engine.module, case),
         embeddings_on_cpu=case.embeddings_on_cpu,
+        **options,
     )
     return value.item()
 
