@@ -214,71 +214,47 @@ def expect_same_error(build: Any, text: str) -> list[str]:
 
 def check_errors() -> list[str]:
     """Check that a mistake on one rank raises a ValueError on all ranks."""
-    last = group_rank() == group_size() - 1
-    scale = torch.tensor(1.0)
+    good, is_last = torch.randn(4, 5), group_rank() == group_size() - 1
 
-    def shorter_batch() -> None:
-        features = torch.randn(3 if last else 4, 5)
-        ClipLoss()(features, features, scale)
-
-    def other_dtype() -> None:
-        features = torch.randn(4, 5, dtype=torch.bfloat16 if last else torch.float32)
-        ClipLoss()(features, features, scale)
-
-    def unequal_towers() -> None:
-        ClipLoss()(torch.randn(4, 5), torch.randn(4, 6 if last else 5), scale)
-
-    def two_scales() -> None:
-        ClipLoss()(torch.randn(4, 5), torch.randn(4, 5), torch.ones(2) if last else scale)
-
-    def other_features(features: Any) -> Callable[[], Any]:
-        good = torch.randn(4, 5)
-        return lambda: ClipLoss()(good, features if last else good, 10.0)
-
-    def no_images() -> None:
-        SigLipLoss()(None if last else torch.randn(4, 5), torch.randn(4, 5), 10.0)
-
-    def no_number(scale: Any, bias: Any = None) -> Callable[[], Any]:
-        good = torch.randn(4, 5)
-        return lambda: SigLipLoss()(good, good, scale if last else 10.0, bias if last else None)
-
-    def other_way(loss: type[ClipLoss | SigLipLoss]) -> Callable[[], Any]:
-        way = {"exchange": "ring", "reduction": "feature"} if last else {}
-        return lambda: loss(**way)(torch.randn(4, 5), torch.randn(4, 5), 10.0)
+    def called(*wrong: Any, kind: Kind = ClipLoss, **settings: Any) -> Callable[[], Any]:
+        """Return a call of the loss, on the last rank with these arguments instead of the first of correct ones."""
+        correct = (good, good, 10.0)
+        return lambda: kind(**settings if is_last else {})(*((*wrong, *correct[len(wrong) :]) if is_last else correct))
 
     def no_gradients() -> Tensor:
-        return ClipLoss()(torch.randn(4, 5, requires_grad=not last), torch.randn(4, 5), 10.0)
+        return ClipLoss()(torch.randn(4, 5, requires_grad=not is_last), good, 10.0)
 
     def other_teacher() -> Tensor:
-        good = torch.randn(4, 5)
-        return DistillationLoss()(good, good, 10.0, good, torch.randn(4, 6) if last else good, 10.0)
+        return DistillationLoss()(good, good, 10.0, good, torch.randn(4, 6) if is_last else good, 10.0)
 
-    found = expect_same_error(no_images, "image_features is a NoneType on rank")
-    found += expect_same_error(no_number(None), "logit_scale is a NoneType on rank")
-    found += expect_same_error(no_number([10.0]), "logit_scale is a list on rank")
-    found += expect_same_error(no_number(10.0, "-10"), "logit_bias is a str on rank")
-    found += expect_same_error(no_number(10.0, torch.zeros(2)), "logit_bias has shape (2,) on rank")
-    found += expect_same_error(no_number(np.ones(2)), "logit_scale is a ndarray on rank")  # it has a method __float__
-    found += expect_same_error(other_features((torch.randn(4, 5),)), "text_features is a tuple on rank")
-    found += expect_same_error(other_features(torch.randn(4, 5).to_sparse()), "torch.sparse_coo on cpu on rank")
-    found += expect_same_error(other_features(torch.randn(4, 5, device="meta")), "torch.strided on meta on rank")
-    found += expect_same_error(unequal_towers, "shapes (4, 5) and (4, 6) on rank")
-    found += expect_same_error(two_scales, "logit_scale has shape (2,) on rank")
-    nested = torch.nested.nested_tensor([torch.randn(4, 5)] * 2)  # PyTorch itself would raise a RuntimeError
-    with pytest.raises((RuntimeError, MegaclipError)):
-        other_features(nested)()
+    cases = [
+        (called(None, kind=SigLipLoss), "image_features is a NoneType on rank"),
+        (called(good, good, None, kind=SigLipLoss), "logit_scale is a NoneType on rank"),
+        (called(good, good, [10.0], kind=SigLipLoss), "logit_scale is a list on rank"),
+        (called(good, good, 10.0, "-10", kind=SigLipLoss), "logit_bias is a str on rank"),
+        (called(good, good, 10.0, torch.zeros(2), kind=SigLipLoss), "logit_bias has shape (2,) on rank"),
+        (called(good, good, np.ones(2)), "logit_scale is a ndarray on rank"),  # it has a method __float__
+        (called(good, (good,)), "text_features is a tuple on rank"),
+        (called(good, good.to_sparse()), "torch.sparse_coo on cpu on rank"),
+        (called(good, torch.randn(4, 5, device="meta")), "torch.strided on meta on rank"),
+        (called(good, torch.randn(4, 6)), "shapes (4, 5) and (4, 6) on rank"),
+        (called(good, good, torch.ones(2)), "logit_scale has shape (2,) on rank"),
+    ]
     if group_size() > 1:
-        found += expect_same_error(
-            shorter_batch,
-            f"(4, 5) torch.float32 (CPU) on rank 0 and (3, 5) torch.float32 (CPU) on rank {group_size() - 1}",
-        )
-        found += expect_same_error(other_dtype, "torch.bfloat16 (CPU) on rank")
-        found += expect_same_error(no_gradients, "requires_grad of the loss is True on rank 0 and False on")
-        found += expect_same_error(other_teacher, "teacher_shapes of the loss is [(4, 5), (4, 5)] on rank 0 and")
-        for loss in (ClipLoss, SigLipLoss):
-            differing = "exchange of the loss is 'auto' on rank 0 and 'ring' on rank"
-            found += expect_same_error(other_way(loss), differing)
-    return found
+        shapes = [f"({rows}, 5) torch.float32 (CPU) on rank {rank}" for rows, rank in ((4, 0), (3, group_size() - 1))]
+        cases += [
+            (called(good[:3], good[:3]), " and ".join(shapes)),
+            (called(good.bfloat16(), good.bfloat16()), "torch.bfloat16 (CPU) on rank"),
+            (no_gradients, "requires_grad of the loss is True on rank 0 and False on"),
+            (other_teacher, "teacher_shapes of the loss is [(4, 5), (4, 5)] on rank 0 and"),
+        ]
+        for kind in (ClipLoss, SigLipLoss):
+            call = called(kind=kind, exchange="ring", reduction="feature")
+            cases.append((call, "exchange of the loss is 'auto' on rank 0 and 'ring' on rank"))
+    nested = torch.nested.nested_tensor([good] * 2)  # PyTorch itself would raise a RuntimeError
+    with pytest.raises((RuntimeError, MegaclipError)):
+        called(good, nested)()
+    return [problem for call, text in cases for problem in expect_same_error(call, text)]
 
 
 def check_bf16_payload() -> list[str]:

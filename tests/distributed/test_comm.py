@@ -1,14 +1,17 @@
 """The ring, the collectives, and errors that are raised on all ranks, on 1 to 3 ranks and on a group of some ranks."""
 
+import contextlib
 import math
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import deepspeed.comm as dist
 import pytest
 import torch
+from torch import Tensor
 
 from megaclip import errors
 from megaclip.comm import ring
@@ -48,31 +51,40 @@ def check_collectives(group: Any = None) -> None:
     assert_close(merged, torch.tensor([top, -900, -math.inf]).double(), WRITTEN)
 
 
-def check_ring(group: Any = None) -> None:
-    """Check that each rank sees every block once, its own first. A `Carried` returns with a part from every rank."""
-    ranks = resolve(group)
-    posted: list[str] = []
+@contextlib.contextmanager
+def recorded_messages() -> Iterator[list[Any]]:
+    """Record the operations that send a message in the body of the `with` statement."""
+    sent: list[Any] = []
     batch_isend_irecv = dist.batch_isend_irecv
 
     def recording(operations: list[Any]) -> Any:
-        posted.append("block" if operations[0].tag < 100 else "carried")
+        sent.extend(operation for operation in operations if operation.op == "isend")
         return batch_isend_irecv(operations)
 
-    ring.dist.batch_isend_irecv = recording
-    seen = []
-    carried = ring.Carried(lambda arrived, part: tuple(a + b for a, b in zip(arrived, part, strict=True)), group=group)
+    with mock.patch.object(ring.dist, "batch_isend_irecv", recording):
+        yield sent
+
+
+def merged(arrived: tuple[Tensor, ...], part: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(a + b for a, b in zip(arrived, part, strict=True))
+
+
+def check_ring(group: Any = None) -> None:
+    """Check that each rank sees every block once, its own first. A `Carried` returns with a part from every rank."""
+    ranks = resolve(group)
+    seen, carried = [], ring.Carried(merged, group=group)
     block = torch.full((3, 2), float(ranks.rank)), torch.full((3,), ranks.rank + 0.5, dtype=torch.float64)
-    for hop, (owner, (features, terms)) in enumerate(ring.circulate(block, group=group)):
-        assert features.unique().tolist() == [owner] and terms.unique().tolist() == [owner + 0.5]
-        # The next block is already being sent when the caller receives this one. After the last hop there is no next
-        # block.
-        assert posted.count("block") == min(hop + 1, ranks.size - 1)
-        seen.append(owner)
-        carried.add((features + 10 * (ranks.rank + 1), torch.tensor([float(ranks.rank)])))
-    total, visitors = carried.home()
-    ring.dist.batch_isend_irecv = batch_isend_irecv
+    with recorded_messages() as sent:
+        for hop, (owner, (features, terms)) in enumerate(ring.circulate(block, group=group)):
+            assert features.unique().tolist() == [owner] and terms.unique().tolist() == [owner + 0.5]
+            # The two tensors of the next block are already being sent when the caller receives this one. After the last
+            # hop there is no next block.
+            assert sum(message.tag < 100 for message in sent) == 2 * min(hop + 1, ranks.size - 1)
+            seen.append(owner)
+            carried.add((features + 10 * (ranks.rank + 1), torch.tensor([float(ranks.rank)])))
+        total, visitors = carried.home()
     assert seen == [(ranks.rank - hop) % ranks.size for hop in range(ranks.size)]
-    assert posted.count("carried") == (ranks.size if ranks.size > 1 else 0)
+    assert sum(message.tag >= 100 for message in sent) == (2 * ranks.size if ranks.size > 1 else 0)
     everyone = sum(range(ranks.size))
     assert total.unique().tolist() == [ranks.size * ranks.rank + 10 * (everyone + ranks.size)]
     assert visitors.tolist() == [everyone]
@@ -110,10 +122,6 @@ def fail_on(ranks: set[int], error: Exception, group: Any = None) -> Callable[[]
             raise error
 
     return body
-
-
-def check_no_error(group: Any = None) -> None:
-    assert raised_on_all_ranks(lambda: None, group) is None
 
 
 def check_an_error_of_one_rank(group: Any = None) -> None:
@@ -160,19 +168,15 @@ def check_a_bug_beside_a_users_error(group: Any = None) -> None:
     assert (type(raised), str(raised)) == ((KeyError, "'oops'") if rank == 0 else (errors.DataError, "no shards"))
 
 
-def check_raise_on_all_ranks(group: Any = None) -> None:
-    check_no_error(group)
-    check_an_error_of_one_rank(group)
-    check_errors_of_several_ranks(group)
-    check_a_bug_of_one_rank(group)
-    check_a_bug_beside_a_users_error(group)
-
-
 def check_everything(group: Any = None) -> None:
     check_collectives(group)
     check_ring(group)
     check_wait_for_all_ranks(group)
-    check_raise_on_all_ranks(group)
+    assert raised_on_all_ranks(lambda: None, group) is None
+    check_an_error_of_one_rank(group)
+    check_errors_of_several_ranks(group)
+    check_a_bug_of_one_rank(group)
+    check_a_bug_beside_a_users_error(group)
 
 
 def check_everything_logged() -> None:

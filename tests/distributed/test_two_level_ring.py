@@ -4,7 +4,6 @@ tests/distributed/test_fastclip_loss.py tests the losses of FastCLIP on two node
 """
 
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from megaclip.comm.groups import NodeGroup, by_node, group_size, resolve
 from megaclip.losses import ClipLoss, SigLipLoss
 from tests.distributed import test_clip_loss
 from tests.distributed.harness import run_ranks
+from tests.distributed.test_comm import merged, recorded_messages
 from tests.tolerances import exceeded
 
 
@@ -25,28 +25,20 @@ def check_ring(per_node: int) -> list[tuple[int, int]]:
     ranks = by_node(resolve())
     assert isinstance(ranks, NodeGroup) and ranks.inner.size == per_node
     assert ranks.rank == per_node * ranks.outer.rank + ranks.inner.rank
-    messages = []
-    batch_isend_irecv = ring.dist.batch_isend_irecv
-
-    def recording(operations: list[Any]) -> Any:
-        messages.extend((op.peer, op.tensor.numel()) for op in operations if op.op == "isend")
-        return batch_isend_irecv(operations)
-
-    ring.dist.batch_isend_irecv = recording
-    carried = ring.Carried(lambda arrived, part: tuple(a + b for a, b in zip(arrived, part, strict=True)), group=ranks)
-    seen = []
-    for owner, (block,) in ring.circulate((torch.full((5,), float(ranks.rank)),), group=ranks):
-        assert block.unique().tolist() == [owner]
-        seen.append(owner)
-        carried.add((torch.tensor([100.0 * owner + 2**ranks.rank]),))
+    carried, seen = ring.Carried(merged, group=ranks), []
+    with recorded_messages() as messages:
+        for owner, (block,) in ring.circulate((torch.full((5,), float(ranks.rank)),), group=ranks):
+            assert block.unique().tolist() == [owner]
+            seen.append(owner)
+            carried.add((torch.tensor([100.0 * owner + 2**ranks.rank]),))
+        (total,) = carried.home()
     assert seen[0] == ranks.rank and sorted(seen) == list(range(ranks.size))
     assert [owner // per_node for owner in seen] == [
         (ranks.outer.rank - hop // per_node) % ranks.outer.size for hop in range(ranks.size)
     ]
     # The ranks' parts are distinct powers of two, so the sum shows that each arrived once.
-    assert carried.home()[0].tolist() == [100.0 * ranks.size * ranks.rank + 2**ranks.size - 1]
-    ring.dist.batch_isend_irecv = batch_isend_irecv
-    return messages
+    assert total.tolist() == [100.0 * ranks.size * ranks.rank + 2**ranks.size - 1]
+    return [(message.peer, message.tensor.numel()) for message in messages]
 
 
 def check_losses() -> list[str]:
@@ -72,15 +64,12 @@ def check_nodes_of_one() -> None:
     """Check that nodes of one rank form a plain ring, which sends a part at once, before the next tile."""
     ranks = by_node(resolve())
     assert isinstance(ranks, NodeGroup) and (ranks.inner.size, ranks.outer.size) == (1, 2)
-    carried = ring.Carried(lambda arrived, part: (arrived[0] + part[0],), group=ranks)
+    carried = ring.Carried(merged, group=ranks)
     for owner, (block,) in ring.circulate((torch.full((5,), float(ranks.rank)),), group=ranks):
         assert block.unique().tolist() == [owner]
-        messages: list[Any] = []
-        batch_isend_irecv = ring.dist.batch_isend_irecv
-        ring.dist.batch_isend_irecv = lambda ops: messages.extend(ops) or batch_isend_irecv(ops)  # noqa: B023
-        carried.add((torch.tensor([100.0 * owner + 2**ranks.rank]),))
-        ring.dist.batch_isend_irecv = batch_isend_irecv
-        assert len(messages) == 2
+        with recorded_messages() as messages:
+            carried.add((torch.tensor([100.0 * owner + 2**ranks.rank]),))
+        assert len(messages) == 1
     assert carried.home()[0].tolist() == [200.0 * ranks.rank + 3]
 
 

@@ -96,23 +96,6 @@ def test_operations(loss: ClipLoss | SigLipLoss, dtype: torch.dtype) -> None:
         torch.library.opcheck(operation, (*leaves, *further, loss.settings_json, loss.group_name, gradients, "source"))
 
 
-@pytest.mark.parametrize("kind", [ClipLoss, SigLipLoss])
-def test_gradients_of_a_compiled_loss_are_in_the_order_of_its_inputs(kind: type[ClipLoss | SigLipLoss]) -> None:
-    """Plain and compiled losses have the same bits.
-
-    The ids are in no order, and no two of the permutations that sort them and put gradients back are equal.
-    """
-    ids, negative_ids = torch.tensor([5, 1, 4, 1, 3, 0]), torch.tensor([3, 9, 1])
-    found = []
-    for loss in (kind(ids="mask"), torch.compile(kind(ids="mask"), backend="aot_eager", fullgraph=True)):
-        x, y = batch()
-        negatives = (y[:3].detach() * 0.5).requires_grad_()
-        scale = torch.tensor([4.3], dtype=torch.float64, requires_grad=True)
-        value = loss(x, y, scale, -1.0, ids=ids, negatives=negatives, negative_ids=negative_ids)
-        found.append([value, *torch.autograd.grad(value, (x, y, negatives, scale))])
-    assert all(map(torch.equal, *found))
-
-
 def test_an_operation_without_gradients_computes_the_statistics_only() -> None:
     x, y = (features.detach() for features in batch())
     with FlopCounterMode(display=False) as counter:

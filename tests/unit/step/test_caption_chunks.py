@@ -73,25 +73,6 @@ def test_features_depend_on_no_token_behind_the_pooled_one_exactly_where_caption
     assert (reason_not_to_cut(text) is None) == is_cut_exact(text)
 
 
-@pytest.mark.parametrize("pool_type", ["argmax", "eos"])
-def test_features_and_gradients_of_cut_captions_are_those_of_the_padded_ones(pool_type):
-    padded, cut = text_model(pool_type=pool_type), text_model(pool_type=pool_type)
-    tokens = tokens_of(pool_type)
-    short = [row for row, length in enumerate(LENGTHS) if length <= 12]
-    weights = torch.randn(len(short), padded.config.embed_dim, dtype=torch.float64)
-    expected, got = padded(None, tokens[short])[1], cut(None, cut.cut_captions(tokens[short]))[1]
-    assert cut.cut_captions(tokens[short]).shape == (len(short), 16)
-    assert torch.equal(cut.cut_captions(tokens), tokens)
-    assert_close(got, expected, FEATURES["float64"])
-    (expected * weights).sum().backward()
-    (got * weights).sum().backward()
-    for name, parameter in padded.text.named_parameters():
-        assert_close(cut.text.get_parameter(name).grad, parameter.grad, TOWER_GRADIENT, name)
-    with torch.no_grad():
-        one_short = cut(None, tokens[short][:, :11])[1]
-    assert_far(one_short, expected, FEATURES["float64"], "one token short")
-
-
 @pytest.mark.parametrize(("text_chunks", "positions"), [(1, 160), (3, 144)])
 def test_a_step_encodes_fewer_positions_and_has_the_gradients_of_padded_captions(text_chunks, positions):
     model, padded = text_model(pool_type="argmax"), text_model(pool_type="argmax")
@@ -108,10 +89,12 @@ def test_a_step_encodes_fewer_positions_and_has_the_gradients_of_padded_captions
     assert engine.text_positions == 2 * positions  # of 2 x 9 x 24: the passes without a graph and with one
 
 
-def test_captions_that_must_keep_their_padding_keep_it():
-    model = text_model(pool_type="last", no_causal_mask=True)
+def test_an_evaluation_cuts_captions_unless_they_must_keep_their_padding():
     tokens = tokens_of("eos")
-    assert model.cut_captions(tokens) is tokens
+    short = tokens[[row for row, length in enumerate(LENGTHS) if length <= 12]]
+    cuts, keeps = (text_model(pool_type=pool_type) for pool_type in ("eos", "last"))
+    assert torch.equal(cuts.cut_captions(short), short[:, :16]) and torch.equal(cuts.cut_captions(tokens), tokens)
+    assert keeps.cut_captions(short) is short
 
 
 def test_captions_are_cut_at_multiples_and_at_the_context_length():
