@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaclip.data.sentencepiece_training import train_sentencepiece
-from tests.end_to_end.training_runs import DS_CONFIG, MODEL, ROOT
+from tests.end_to_end.training_runs import MODEL, ROOT, write_config
 
 TRAINING_SCENES = 128
 
@@ -33,9 +33,8 @@ def make_inputs(folder: Path) -> None:
     subprocess.run([sys.executable, "-m", "megaclip", "demo-data", str(folder), *options], cwd=ROOT, check=True)
     train_sentencepiece(_captions(folder / "train"), folder / "tokenizer.model", vocab_size=100, model_type="bpe")
     (folder / "model.json").write_text(json.dumps(MODEL))
-    partitioning = {"zero1": {"stage": 1}, "zero3": {"stage": 3, "stage3_param_persistence_threshold": 100}}
-    for name, zero in partitioning.items():
-        (folder / f"{name}.json").write_text(json.dumps(DS_CONFIG | {"zero_optimization": zero}, indent=1))
+    write_config(folder / "zero1.json")
+    write_config(folder / "zero3.json", zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 100})
 
 
 def _captions(shards: Path) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.training_runs import Finished, copy_shard, flags, run_in_ranks, scalars
+from tests.end_to_end.training_runs import Finished, copy_shard, flags, run_in_ranks, scalars, write_config
 
 PLACES = ("cpu", "reread")
 # No bad sample is the first substitute for another one, because it would then be counted twice.
@@ -37,13 +37,8 @@ def runs(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for shard in (0, 1):
         copy_shard(tiny_run / f"train/0000{shard}.tar", folder / f"spoilt{shard}.tar", partial(spoilt, 32 * shard))
     data = {"train_data": folder / "*.tar", "val_data": folder / "*.tar"}
-    commands = []
-    for place in PLACES:
-        config = json.loads((tiny_run / "zero1.json").read_text())
-        config["megaclip"]["data_offload"] = place
-        path = folder / f"{place}.json"
-        path.write_text(json.dumps(config))
-        commands.append(flags(tiny_run, path, folder, name=place, **data))
+    configs = {place: write_config(folder / f"{place}.json", megaclip={"data_offload": place}) for place in PLACES}
+    commands = [flags(tiny_run, path, folder, name=place, **data) for place, path in configs.items()]
     return Runs(folder, dict(zip(PLACES, run_in_ranks(commands), strict=True)))
 
 

@@ -1,6 +1,5 @@
 """--feature-cache: runs are equal to those that encode all images in every step, and read images only once."""
 
-import json
 import os
 import shutil
 import tarfile
@@ -10,7 +9,7 @@ import torch
 
 from megaclip.checkpoint.saved_states import consolidated_weights
 from tests.end_to_end.conftest import TRAINING_SCENES
-from tests.end_to_end.training_runs import DS_CONFIG, flags, run_in_ranks
+from tests.end_to_end.training_runs import flags, run_in_ranks, write_config
 
 STEPS = 4
 
@@ -40,8 +39,7 @@ def test_cached_features_train_as_images_do(tiny_run, tmp_path):
     shutil.copytree(tiny_run / "train", tmp_path / "train")
     shards = sorted((tmp_path / "train").glob("*.tar"))
     assert damage_images(shards[0], slice(13, 14)) == 1  # of the first step
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(DS_CONFIG | {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}))
+    path = write_config(tmp_path / "config.json", 3, bf16={"enabled": True})
     shared = {
         "train_data": tmp_path / "train/*.tar", "lock_image": [], "no_augmentation": [], "train_steps": STEPS,
         "max_bad_fraction": 0.5, "val_data": tiny_run / "held_out/*.tar", "eval_every_steps": 2,

@@ -4,7 +4,6 @@ One run is trained on two ranks. Its checkpoints folder is copied several times,
 before a run resumes from it. Files with code have a correct manifest, because an attacker can write one.
 """
 
-import json
 import os
 import shutil
 import sys
@@ -20,7 +19,7 @@ from megaclip.checkpoint import manifest, search
 from megaclip.checkpoint.open_clip_directory import export_checkpoint
 from megaclip.commands import check_checkpoint, evaluate
 from megaclip.errors import CheckpointError
-from tests.end_to_end.training_runs import DS_CONFIG, WORLD_SIZE, Finished, flags, run_in_ranks, scalars
+from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, run_in_ranks, scalars, write_config
 from tests.unit.checkpoint.test_manifest import flip_a_bit
 
 STEPS, EVERY, LAST = 4, 1, 3
@@ -75,8 +74,8 @@ TRIALS = {
 def root(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the complete run `whole`, and the copies before their runs: NAME/checkpoints up to step LAST."""
     root = tmp_path_factory.mktemp("damaged")
-    (root / "zero1.json").write_text(json.dumps(DS_CONFIG | {"zero_optimization": {"stage": 1}}))
-    (root / "zero3.json").write_text(json.dumps(DS_CONFIG | {"zero_optimization": {"stage": 3}}))
+    for stage in (1, 3):
+        write_config(root / f"zero{stage}.json", stage)
     (ends,) = run_in_ranks([flags(tiny_run, root / "zero1.json", root, name="whole", **SCHEDULE)])
     assert [end.exit_code for end in ends] == [0] * WORLD_SIZE, ends[0].output
     for name, trial in TRIALS.items():

@@ -6,7 +6,6 @@ on one machine with the same instruction set and number of threads.
 
 import errno
 import itertools
-import json
 import os
 import re
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from megaclip.engine import preflight
 from megaclip.errors import DataError
 from megaclip.planner import Cluster
 from megaclip.step import sample_store
-from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, run_by_name, scalars
+from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, run_by_name, scalars, write_config
 from tests.tolerances import RUN, assert_close
 
 pytestmark = (
@@ -123,11 +122,8 @@ def ended(tiny_run, tmp_path_factory) -> Ended:
     logs = tmp_path_factory.mktemp("data_offload")
     commands = {}
     for name, run in RUNS.items():
-        config = json.loads((tiny_run / "zero3.json").read_text())
-        config |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": CHUNKS}
-        config["megaclip"] |= {"text_micro_batch_size": 8, **run.megaclip}
-        path = logs / f"{name}.json"
-        path.write_text(json.dumps(config))
+        chunks = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": CHUNKS}
+        path = write_config(logs / f"{name}.json", 3, {"text_micro_batch_size": 8, **run.megaclip}, **chunks)
         changes = {"name": name, "train_steps": STEPS, "save_frequency": 0, "force_patch_dropout": 0.5, **run.flags}
         if run.fault == "evaluation":
             changes |= {"val_data": str(tiny_run / "held_out" / "*.tar"), "eval_batch_size": 16}

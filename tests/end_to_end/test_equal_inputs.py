@@ -1,7 +1,5 @@
 """Ranks with different inputs, such as hosts with different copies of the data, end with one error and do not hang."""
 
-import json
-import multiprocessing
 import os
 import shutil
 from pathlib import Path
@@ -12,7 +10,7 @@ from megaclip.data import open_labelled
 from megaclip.engine.equal_inputs import data_text
 from megaclip.errors import ConfigError
 from tests.distributed.harness import run_ranks
-from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, run_here
+from tests.end_to_end.training_runs import WORLD_SIZE, Finished, allow_data_workers, flags, run_here, write_config
 
 CASES = {
     "fewer shards": ("--train-data differs", "128 samples", "96 samples"),
@@ -30,8 +28,7 @@ def ends(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     (folder / "fewer").mkdir()
     for shard in sorted((tiny_run / "train").glob("*.tar"))[:3]:
         shutil.copy(shard, folder / "fewer")
-    other = json.loads((tiny_run / "zero1.json").read_text()) | {"gradient_clipping": 2.0}
-    (folder / "other.json").write_text(json.dumps(other))
+    other = write_config(folder / "other.json", gradient_clipping=2.0)
 
     def command(name: str, config: Path = tiny_run / "zero1.json", **changes: object) -> list[str]:
         return flags(tiny_run, config, folder, name=name, **changes)
@@ -39,7 +36,7 @@ def ends(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     of_rank_1 = {
         "fewer shards": command("0", train_data=str(folder / "fewer" / "*.tar")),
         "evaluation on one rank": command("1"),
-        "other ds_config": command("2", folder / "other.json"),
+        "other ds_config": command("2", other),
         "longer run": command("3", train_steps=3),
         "the same in another folder": command("4", train_data=str(folder / "copy" / "*.tar"), workers=1),
     }
@@ -51,7 +48,7 @@ def ends(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 def run_own(pairs: list[tuple[list[str], list[str]]], stores: str) -> list[Finished]:
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # to have data workers
+    allow_data_workers()
     rank = int(os.environ["RANK"])
     return [run_here(pair[rank], Path(stores) / f"store_{number}") for number, pair in enumerate(pairs)]
 

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,23 +11,16 @@ from megaclip.checkpoint.saved_states import consolidated_weights
 from megaclip.checkpoint.search import LOCKED_WEIGHTS, STATE
 from megaclip.checkpoint.weight_files import read_tensors
 from megaclip.commands import evaluate, export_open_clip
-from tests.end_to_end.training_runs import DS_CONFIG, flags, run_in_ranks
+from tests.end_to_end.training_runs import flags, run_in_ranks, write_config
 
 STEPS, DECAY = 4, 0.8
 LAST = f"step_{STEPS:08d}"
 SECTION = {"image_layer_decay": 0.5, "image_lr": 0.001, "text_weight_decay": 0.3, "ema_decay": DECAY}
 
 
-def config(folder: Path, name: str, stage: int, section: dict, **others: dict) -> Path:
-    path = folder / f"{name}.json"
-    settings = {"zero_optimization": {"stage": stage}, "megaclip": DS_CONFIG["megaclip"] | section}
-    path.write_text(json.dumps(DS_CONFIG | settings | others))
-    return path
-
-
 @pytest.mark.long
 def test_fine_tuning_resumes_exports_its_average_and_supplies_a_tower(tiny_run, tmp_path, monkeypatch, capsys):
-    settings = {stage: config(tmp_path, f"zero{stage}", stage, SECTION) for stage in (2, 3)}
+    settings = {stage: write_config(tmp_path / f"zero{stage}.json", stage, SECTION) for stage in (2, 3)}
     shared = {"train_steps": STEPS, "save_every_steps": 2, "keep_last": 9}
     evaluation = {"val_data": tiny_run / "held_out" / "*.tar", "eval_batch_size": 16, "eval_every_steps": 2}
     commands = [
@@ -40,7 +32,7 @@ def test_fine_tuning_resumes_exports_its_average_and_supplies_a_tower(tiny_run, 
         ),
         flags(
             tiny_run,
-            config(tmp_path, "plain", 2, {}),
+            write_config(tmp_path / "plain.json", 2),
             tmp_path,
             name="plain",
             resume=tmp_path / "whole/checkpoints/step_00000002",
@@ -86,7 +78,7 @@ def test_fine_tuning_resumes_exports_its_average_and_supplies_a_tower(tiny_run, 
 
     command = flags(
         tiny_run,
-        config(tmp_path, "new_text", 3, {}, bf16={"enabled": True}),
+        write_config(tmp_path / "new_text.json", 3, bf16={"enabled": True}),
         tmp_path,
         name="new_text",
         train_steps=2,

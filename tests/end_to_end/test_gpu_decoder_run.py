@@ -10,7 +10,7 @@ import pytest
 
 from megaclip.data import GpuDecoder
 from megaclip.engine import image_decoding
-from tests.end_to_end.training_runs import DS_CONFIG, MODEL, Finished, flags, run_by_name, scalars
+from tests.end_to_end.training_runs import MODEL, Finished, flags, run_by_name, scalars, write_config
 from tests.unit.data.test_gpu_decoder import decode
 
 STEPS = 8
@@ -41,11 +41,10 @@ def ends(tiny_run, tmp_path_factory) -> tuple[Path, dict[str, Finished]]:
     """Return the folder of the runs, and how each process ended on the first rank, by run and number."""
     logs = tmp_path_factory.mktemp("gpu_decoder")
     (logs / "model.json").write_text(json.dumps(MODEL | {"vision_cfg": MODEL["vision_cfg"] | {"image_size": 40}}))
-    section = {"megaclip": DS_CONFIG["megaclip"] | {"data_offload": "reread"}, "zero_optimization": {"stage": 1}}
-    (logs / "reread.json").write_text(json.dumps(DS_CONFIG | section))
+    config = write_config(logs / "reread.json", megaclip={"data_offload": "reread"})
     common = {"model": logs / "model.json", "train_steps": STEPS, "save_every_steps": 99}
     commands = {
-        f"{name} {number}": flags(tiny_run, logs / "reread.json", logs, name=name, **common, **settings)
+        f"{name} {number}": flags(tiny_run, config, logs, name=name, **common, **settings)
         for name, processes in RUNS.items()
         for number, settings in enumerate(processes)
     }

@@ -1,6 +1,5 @@
 """Complete runs that train adapters: resume, other weights, other ZeRO stages, precision, exports and refusals."""
 
-import json
 import sys
 
 import pytest
@@ -14,7 +13,7 @@ from megaclip.commands import export_open_clip
 from megaclip.data import load_tokenizer
 from megaclip.errors import ConfigError
 from megaclip.models import build_model, load_model_config
-from tests.end_to_end.training_runs import DS_CONFIG, flags, run_in_ranks
+from tests.end_to_end.training_runs import flags, run_in_ranks, write_config
 
 STEPS, LAST = 4, "step_00000004"
 
@@ -25,12 +24,10 @@ def test_adapters_resume_and_export_and_refuse_other_weights(tiny_run, tmp_path,
         torch.manual_seed(seed)
         (tmp_path / name).mkdir()
         write_weights(tmp_path / name, build_model(config).state_dict(), config)
-    section = DS_CONFIG["megaclip"] | {"lora": {"rank": 4, "dropout": 0.1, "towers": ["image"]}, "ema_decay": 0.8}
-    settings = {}
-    for stage in (2, 3):
-        settings[stage] = tmp_path / f"zero{stage}.json"
-        content = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}, "megaclip": section}
-        settings[stage].write_text(json.dumps(DS_CONFIG | content))
+    section = {"lora": {"rank": 4, "dropout": 0.1, "towers": ["image"]}, "ema_decay": 0.8}
+    settings = {
+        stage: write_config(tmp_path / f"zero{stage}.json", stage, section, bf16={"enabled": True}) for stage in (2, 3)
+    }
     shared = {"train_steps": STEPS, "save_every_steps": 2, "keep_last": 9, "pretrained": tmp_path / "base"}
     second = tmp_path / "whole/checkpoints/step_00000002"
     commands = [
@@ -77,14 +74,14 @@ def test_adapters_resume_and_export_and_refuse_other_weights(tiny_run, tmp_path,
 
 def test_an_objective_trains_its_parameters_beside_adapters(tiny_run, tmp_path, monkeypatch):
     """With --feature-cache there are no images that it could read."""
-    config, path = load_model_config(str(tiny_run / "model.json")), tmp_path / "config.json"
+    config = load_model_config(str(tiny_run / "model.json"))
     tokenizer = load_tokenizer(str(tiny_run / "tokenizer.model"), config.text_cfg.context_length)
     config = config.replace(text_cfg=tokenizer.write_open_clip(tmp_path / "base"))
     write_model_card(tmp_path / "base", config, OPENAI_PREPROCESS, tokenizer.files)
     write_weights(tmp_path / "base", build_model(config).state_dict(), config)
     teachers = {"teachers": [{"model": str(tmp_path / "base")}], "feature_weight": 1.0, "project": True}
     section = {"objective": "distillation", "objective_settings": teachers, "lora": {"rank": 4}}
-    path.write_text(json.dumps(DS_CONFIG | {"megaclip": DS_CONFIG["megaclip"] | section}))
+    path = write_config(tmp_path / "config.json", megaclip=section)
     shared = {"train_steps": 1, "pretrained": tmp_path / "base"}
     cached = {"no_augmentation": [], "lock_image": [], "feature_cache": tmp_path / "cache"}
     (first, second), (refused, _) = run_in_ranks(

@@ -19,7 +19,7 @@ from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.trainer import Trainer
 from megaclip.errors import DataError, NonFiniteError
 from megaclip.step.sample_store import StepStore
-from tests.end_to_end.training_runs import DS_CONFIG, WORLD_SIZE, Finished, flags, run_by_name, scalars
+from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, run_by_name, scalars, write_config
 from tests.tolerances import WEIGHT_AVERAGE, assert_close, assert_far
 
 STEPS, BAD = 6, (3, 4)
@@ -74,9 +74,7 @@ def ends(tiny_run, tmp_path_factory) -> Ends:
     resnet, model = logs / "resnet.json", json.loads((tiny_run / "model.json").read_text())
     resnet.write_text(json.dumps({name: model[name] for name in ("embed_dim", "text_cfg")} | {"vision_cfg": RESNET}))
     for name, section in SETTINGS.items():
-        config = logs / f"{name}.json"
-        zero = {"zero_optimization": {"stage": 1}}
-        config.write_text(json.dumps(DS_CONFIG | zero | {"megaclip": DS_CONFIG["megaclip"] | section}))
+        config = write_config(logs / f"{name}.json", megaclip=section)
         changes = {"train_steps": STEPS, "on_nonfinite": "skip:2", "save_every_steps": 4, "keep_last": 9}
         if name == "batch norm":
             changes["model"] = resnet

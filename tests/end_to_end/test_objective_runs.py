@@ -16,7 +16,7 @@ from megaclip.checkpoint.saved_states import OBJECTIVE, consolidated_weights
 from megaclip.commands import export_open_clip
 from megaclip.engine.tokenizer_choice import choose_tokenizer
 from megaclip.models import build_model, load_model_config
-from tests.end_to_end.training_runs import DS_CONFIG, ROOT, flags, run_in_ranks, scalars
+from tests.end_to_end.training_runs import ROOT, flags, run_in_ranks, scalars, write_config
 
 EXAMPLES = ROOT / "examples" / "objectives"
 TEACHER = {"image": "npz.image", "text": "npz.text", "dims": [4, 5], "logit_scale": 20.0, "views": True}
@@ -44,11 +44,8 @@ def with_fields(source: Path, target: Path) -> str:
 
 
 def settings(path: Path, objective: str | None, stage: int = 1, loss: str = "clip", **of_objective: object) -> Path:
-    own = {"loss": loss, "objective": objective, "objective_settings": of_objective or None}
-    section = DS_CONFIG["megaclip"] | own
-    content = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": stage == 3}, "megaclip": section}
-    path.write_text(json.dumps(DS_CONFIG | content))
-    return path
+    section = {"loss": loss, "objective": objective, "objective_settings": of_objective or None}
+    return write_config(path, stage, section, bf16={"enabled": stage == 3})
 
 
 def test_objectives_train_resume_and_export(tiny_run, tmp_path, monkeypatch):

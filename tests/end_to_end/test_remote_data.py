@@ -1,12 +1,11 @@
 """A run on shards of a web server with faults has the losses of one on local files, bit for bit, also when resumed."""
 
-import json
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.training_runs import DS_CONFIG, flags, run_by_name, scalars
+from tests.end_to_end.training_runs import flags, run_by_name, scalars, write_config
 from tests.unit.data.web_server import serving
 
 STEPS, SAVED = 5, 3  # an epoch has 4 steps
@@ -26,8 +25,7 @@ def have_own_cache(folder: str, patch: pytest.MonkeyPatch, name: str) -> None:
 
 def test_losses_are_those_of_local_files(tiny_run: Path, tmp_path: Path) -> None:
     prepare = partial(have_own_cache, str(tmp_path / "cache"))
-    config = {key: value for key, value in DS_CONFIG.items() if key != "gradient_accumulation_steps"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    config = write_config(tmp_path / "config.json", stage=0, gradient_accumulation_steps=None)
     served, train, runs = tmp_path / "served", tiny_run / "train", tmp_path / "runs"
     served.mkdir()
     for name in ("train", "gone"):
@@ -35,7 +33,7 @@ def test_losses_are_those_of_local_files(tiny_run: Path, tmp_path: Path) -> None
 
     def command(name: str, data: str, **changes) -> list[str]:
         shared = {"train_steps": STEPS, "save_every_steps": SAVED, "keep_last": 9, "train_data": data}
-        return flags(tiny_run, tmp_path / "config.json", runs, **{"name": name, **shared, **changes})
+        return flags(tiny_run, config, runs, **{"name": name, **shared, **changes})
 
     with serving(served) as server:
         server.fault = fault

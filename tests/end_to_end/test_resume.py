@@ -44,13 +44,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "offload_param": {"device": "cpu"},
         },
         "activation_checkpointing": {"cpu_checkpointing": True},
+        "megaclip": {"loss": "fastclip_v3", "fastclip": {"temperature_learning_rate": 0.01, "gamma_epochs": 2}},
     },
 }
 SIGNALLED = "group [1]/signalled"
 """Name of a run in a subfolder of --logs, with characters that shells and glob patterns interpret."""
 FLAGS: dict[str, dict[str, Any]] = {
-    "zero1": {"force_patch_dropout": 0.5, "aug_scale": [0.5, 1.0], "shard_order": "sequential"},
-    "zero3": {"force_patch_dropout": 0.5, "logit_scale_max": 12},  # below the initial value
+    "zero1": {
+        "force_patch_dropout": 0.5,
+        "aug_scale": [0.5, 1.0],
+        "shard_order": "sequential",
+        "logit_scale_max": 12,  # below the initial value
+    },
+    "zero3": {"force_patch_dropout": 0.5},
 }
 
 
@@ -199,6 +205,33 @@ def test_the_learning_rate_warms_up_and_falls_by_half_a_cosine(runs):
 
 
 @pytest.mark.parametrize("runs", ["zero3"], indirect=True)
+def test_the_state_of_fastclip_is_complete_and_continues_with_its_bits(runs, tiny_run):
+    """The exported logit scale is the temperature of the loss. A run with another loss does not resume."""
+    values = [
+        [state["samples"]["values"] for state in loss_states(runs, folder, STEPS)] for folder in ("never", "killed")
+    ]
+    assert all(torch.equal(*(part.nan_to_num() for part in of_rank)) for of_rank in zip(*values, strict=True))
+    assert sum(int((~part[:, 0].isnan()).sum()) for part in values[0]) == TRAINING_SCENES  # every scene was used
+    own = loss_states(runs, "never", 4)[0]["temperature"]["log_scale"].item()
+    assert abs(own + math.log(0.07)) > 0.01  # the temperature has changed
+    exported = consolidated_weights(runs.logs / "never" / "checkpoints", "step_00000004")["logit_scale"]
+    assert_close(exported.item(), own, WRITTEN)
+    shown = scalars(runs.logs / "never")["train/logit_scale"]
+    assert_close(shown[5], math.exp(own), WRITTEN.magnified(own))  # exp magnifies the rounding of its argument
+
+    of_clip = {"name": "clip", "resume": runs.logs / "never" / "checkpoints", "train_steps": STEPS}
+    (ends,) = run_in_ranks([flags(tiny_run, tiny_run / "zero3.json", runs.logs, **of_clip)])
+    assert [end.exit_code for end in ends] == [78] * WORLD_SIZE
+    assert "holds per-sample state of a global contrastive loss" in ends[0].errors[0]
+
+
+def loss_states(runs: Runs, folder: str, step: int) -> list[dict[str, Any]]:
+    """Return the states of the loss in a checkpoint, by rank."""
+    checkpoint = runs.logs / folder / "checkpoints" / f"step_{step:08d}"
+    return [torch.load(checkpoint / f"loss_rank_{rank:05d}.pt", weights_only=True) for rank in range(WORLD_SIZE)]
+
+
+@pytest.mark.parametrize("runs", ["zero1"], indirect=True)
 def test_the_logit_scale_stays_below_its_maximum(runs):
     """The scale of a step is the one that its loss used."""
     shown = scalars(runs.logs / "never")["train/logit_scale"]

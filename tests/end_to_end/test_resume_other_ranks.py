@@ -5,12 +5,11 @@ gradient norms differ by a few float32 rounding errors. The largest relative dif
 is repeated or left out, or an optimizer moment or estimator that is not restored, causes a much larger difference.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.training_runs import DS_CONFIG, flags, run_in_ranks, scalars
+from tests.end_to_end.training_runs import flags, run_in_ranks, scalars, write_config
 from tests.tolerances import RUN, assert_close, assert_far
 
 STEPS, SAVED = 6, 4  # an epoch has 4 steps, so the resumed steps use samples whose state was saved
@@ -40,10 +39,8 @@ def folder(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def command(name: str, zero: str, section: dict, **changes) -> list[str]:
         # One file for any number of ranks: DeepSpeed derives the accumulation from the two batch sizes.
-        config = {key: value for key, value in DS_CONFIG.items() if key != "gradient_accumulation_steps"}
-        config |= {"zero_optimization": ZERO[zero], "megaclip": DS_CONFIG["megaclip"] | section}
-        path = folder / f"{name}.json"
-        path.write_text(json.dumps(config))
+        changes_of_zero = {"zero_optimization": ZERO[zero], "gradient_accumulation_steps": None}
+        path = write_config(folder / f"{name}.json", megaclip=section, **changes_of_zero)
         shared = {"train_steps": STEPS, "save_every_steps": SAVED, "keep_last": 9, "aug_scale": [0.5, 1.0]}
         return flags(tiny_run, path, folder, name=name, **shared, **changes)
 
@@ -85,11 +82,9 @@ def test_losses_equal_those_of_the_run_that_never_stopped(folder: Path, name: st
 
 def test_another_contrastive_batch_is_refused(folder: Path, tiny_run: Path) -> None:
     """Without train_batch_size in ds_config.json, one rank has half the batch of two ranks."""
-    config = json.loads((folder / "two to one, ZeRO-1 whole.json").read_text())
-    del config["train_batch_size"]
-    (folder / "half.json").write_text(json.dumps(config | {"gradient_accumulation_steps": 2}))
+    config = write_config(folder / "half.json", train_batch_size=None)
     saved = folder / "two to one, ZeRO-1 whole"
-    command = flags(tiny_run, folder / "half.json", folder, name="half", resume=saved, train_steps=STEPS)
+    command = flags(tiny_run, config, folder, name="half", resume=saved, train_steps=STEPS)
     (((end,),)) = run_in_ranks([command], 1)
     assert end.exit_code == 78
     assert "batch of 32 and this run's is 16; set train_batch_size to 32" in end.errors[0]

@@ -6,7 +6,6 @@ order of the samples in a chunk, and this order differs.
 """
 
 import io
-import json
 import signal
 import tarfile
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.megatron_mark import MEGATRON
 from tests.end_to_end.test_resume import Sent, record
-from tests.end_to_end.training_runs import DS_CONFIG, flags, run_in_ranks, scalars
+from tests.end_to_end.training_runs import flags, run_in_ranks, scalars, write_config
 from tests.tolerances import RUN, assert_close
 
 pytestmark = [pytest.mark.long, MEGATRON]
@@ -50,14 +49,9 @@ def folder(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shared = {"train_steps": STEPS, "save_every_steps": SAVED, "eval_every_steps": SAVED, "eval_batch_size": 16}
 
     def command(name: str, size: int, **changes) -> list[str]:
-        config = {key: value for key, value in DS_CONFIG.items() if key != "gradient_accumulation_steps"}
-        config |= {
-            "train_micro_batch_size_per_gpu": 16,
-            "zero_optimization": {"stage": 1},
-            "megaclip": DS_CONFIG["megaclip"] | {"tensor_parallel_size": size},
-        }
-        path = folder / f"size_{size}.json"
-        path.write_text(json.dumps(config))
+        changes_of_batch = {"train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": None}
+        section = {"tensor_parallel_size": size}
+        path = write_config(folder / f"size_{size}.json", megaclip=section, **changes_of_batch)
         return flags(tiny_run, path, folder, name=name, **shared, **evaluation, **changes)
 
     with pytest.raises(RankFailure, match="2 of 2 ranks failed"):

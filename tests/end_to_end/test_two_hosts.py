@@ -1,6 +1,5 @@
 """Two hosts: losses as on one host, hosts that disappear and return under each launcher, and `megaclip check-hosts`."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.training_runs import DS_CONFIG, ROOT, flags, launcher_command, run_in_ranks, scalars
+from tests.end_to_end.training_runs import ROOT, flags, launcher_command, run_in_ranks, scalars, write_config
 from tests.end_to_end.two_hosts import ADDRESSES, Host, TwoHosts, environment, reason_to_skip, set_cable, two_hosts
 from tests.tolerances import RUN, assert_close
 
@@ -104,9 +103,7 @@ def started(hosts: TwoHosts, tiny_run: Path, tmp_path: Path) -> Iterator[Callabl
     launches = []
 
     def start(launcher: list[str]) -> Launch:
-        settings: dict[str, Any] = DS_CONFIG | {"zero_optimization": {"stage": 1}}
-        del settings["gradient_accumulation_steps"]
-        (tmp_path / "config.json").write_text(json.dumps(settings))
+        write_config(tmp_path / "config.json", gradient_accumulation_steps=None)
         launch = Launch(hosts, launcher, ["train", *training(tiny_run, tmp_path, "logs")], tmp_path)
         if launcher[0] != "megaclip":
             launch.command[:0] = ["-m", "--", "megaclip"]

@@ -6,6 +6,7 @@ other, in ranks that have already loaded torch. They return what each run writes
 
 import contextlib
 import io
+import json
 import multiprocessing
 import os
 import random
@@ -46,7 +47,7 @@ MODEL = {
     },
 }
 # Two ranks with two chunks of 8 pairs each: the contrastive batch is 32.
-DS_CONFIG = {
+DS_CONFIG: dict[str, Any] = {
     "train_batch_size": 32,
     "train_micro_batch_size_per_gpu": 8,
     "gradient_accumulation_steps": 2,
@@ -58,6 +59,17 @@ DS_CONFIG = {
     },
     "megaclip": {"loss": "clip", "exchange": "ring", "reduction": "feature"},
 }
+
+
+def write_config(path: Path, stage: int = 1, megaclip: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """Write DS_CONFIG with this ZeRO stage to a file, and return the path.
+
+    megaclip: changes of the section "megaclip". changes: other settings; None omits a setting.
+    """
+    section = DS_CONFIG["megaclip"] | (megaclip or {})
+    config = DS_CONFIG | {"zero_optimization": {"stage": stage}, "megaclip": section} | changes
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}, indent=1))
+    return path
 
 
 @dataclass
