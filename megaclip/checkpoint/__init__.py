@@ -11,8 +11,7 @@ Checkpoints of a run:
 Formats of open_clip and transformers:
 
 - `open_clip_weights`: weights of a model, which `weight_files` reads. `megaclip.models.weights` fits them to a model.
-- `open_clip_directory`: imports and exports.
-- `transformers_directory`: writes a model in transformers' format, and the README.md of an export.
+- `model_directory`: imports, and exports with their README.md.
 - `adapters`: adapters of `megaclip.lora`, merged with the weights of --pretrained. `peft_folder` writes them alone, for
   transformers' models.
 - `model_card`: model description, image preprocessing and tokenizer, beside the weights.

@@ -9,7 +9,7 @@ from typing import Any
 
 from megaclip.checkpoint.adapters import lora_state
 from megaclip.checkpoint.model_card import read_model_card
-from megaclip.checkpoint.open_clip_directory import check_output, new_directory
+from megaclip.checkpoint.model_directory import check_output, new_directory
 from megaclip.checkpoint.open_clip_weights import write_tensors
 from megaclip.checkpoint.saved_states import consolidated_weights
 from megaclip.checkpoint.search import MODEL_CARD, locate, require_whole
@@ -27,7 +27,7 @@ def export_adapters(
 ) -> StateDict:
     """Write the adapters of a checkpoint to a folder, after every file of the checkpoint was checked.
 
-    The arguments are those of `open_clip_directory.export_checkpoint`. Returns the scalars of the loss, which the
+    The arguments are those of `model_directory.export_checkpoint`. Returns the scalars of the loss, which the
     folder does not have. Raises MegaclipError if the run has no adapters, or transformers no such model or layers.
     """
     folder, tag = locate(source, tag)

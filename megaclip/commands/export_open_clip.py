@@ -30,7 +30,7 @@ from megaclip.errors import CheckpointError, ConfigError, first_line
 
 def main() -> None:
     arguments = parse_arguments()
-    from megaclip.checkpoint.open_clip_directory import export_checkpoint  # torch is imported after the flags are read
+    from megaclip.checkpoint.model_directory import export_checkpoint  # torch is imported after the flags are read
     from megaclip.checkpoint.open_clip_weights import assigned_model
     from megaclip.checkpoint.peft_folder import export_adapters
     from megaclip.checkpoint.verify import CAPTIONS, TOLERANCE, verify

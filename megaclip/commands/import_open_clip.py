@@ -21,7 +21,7 @@ from megaclip.commands.argument_types import CommandParser
 
 def main() -> None:
     arguments = parse_arguments()
-    from megaclip.checkpoint.open_clip_directory import import_weights  # torch is imported after the flags are checked
+    from megaclip.checkpoint.model_directory import import_weights  # torch is imported after the flags are checked
 
     report = import_weights(arguments.source, arguments.out_dir, arguments.model, overwrite=arguments.overwrite)
     print(report)

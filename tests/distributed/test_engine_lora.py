@@ -16,7 +16,7 @@ import torch
 from megaclip.checkpoint import manifest, store
 from megaclip.checkpoint.adapters import BASE, LORA
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
-from megaclip.checkpoint.open_clip_directory import export_checkpoint
+from megaclip.checkpoint.model_directory import export_checkpoint
 from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights, write_weights
 from megaclip.checkpoint.peft_folder import export_adapters
 from megaclip.checkpoint.saved_states import FP32, WORKING, SavedStates, read_model

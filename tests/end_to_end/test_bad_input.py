@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaclip.checkpoint.open_clip_directory import export_checkpoint
+from megaclip.checkpoint.model_directory import export_checkpoint
 from megaclip.guards.lock import RunLock
 from megaclip.models import ModelConfig, build_model
 from tests.end_to_end.training_runs import WORLD_SIZE, Finished, copy_shard, flags, launch, run_in_ranks

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megaclip.checkpoint import manifest, search
-from megaclip.checkpoint.open_clip_directory import export_checkpoint
+from megaclip.checkpoint.model_directory import export_checkpoint
 from megaclip.commands import check_checkpoint, evaluate
 from megaclip.errors import CheckpointError
 from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, run_in_ranks, scalars, write_config

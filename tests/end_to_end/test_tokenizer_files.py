@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megaclip.checkpoint import manifest
 from megaclip.checkpoint.model_card import read_model_card
-from megaclip.checkpoint.open_clip_directory import export_checkpoint
+from megaclip.checkpoint.model_directory import export_checkpoint
 from megaclip.engine.tokenizer_choice import choose_tokenizer
 from tests.end_to_end.training_runs import flags, run_in_ranks
 

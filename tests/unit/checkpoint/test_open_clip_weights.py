@@ -14,7 +14,7 @@ from megaclip.checkpoint import manifest
 from megaclip.checkpoint.durable import checksum
 from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, remove_earlier_files, write_model_card
-from megaclip.checkpoint.open_clip_directory import import_weights
+from megaclip.checkpoint.model_directory import import_weights
 from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights, write_weights
 from megaclip.checkpoint.verify import TOLERANCE, verify
 from megaclip.commands import import_open_clip as import_open_clip_command

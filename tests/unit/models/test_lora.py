@@ -13,7 +13,7 @@ from megaclip.models import build_model
 from megaclip.models.lora import add_adapters, import_peft, merge_adapters
 from megaclip.planner.tower_costs import tower_costs, trace_tower
 from tests.open_clip_families import CONTEXT_LENGTH, IMAGE_SIZE, VOCAB_SIZE, family
-from tests.unit.checkpoint.test_transformers_directory import batch, saved, their_inputs
+from tests.unit.checkpoint.test_model_directory import batch, saved, their_inputs
 
 # Family -> layers of the image tower and of the text tower that get adapters. open_clip's attention is one fused layer.
 LAYERS = {

@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from megaclip.checkpoint import transformers_directory
+from megaclip.checkpoint import model_directory
 from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, read_model_card, write_model_card
-from megaclip.checkpoint.open_clip_directory import export_checkpoint, import_weights
+from megaclip.checkpoint.model_directory import export_checkpoint, import_weights
 from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights, write_weights
 from megaclip.checkpoint.verify import TOLERANCE, verify
 from megaclip.commands import export_open_clip
@@ -138,7 +138,7 @@ def test_import_two_steps_and_export_give_transformers_features(name, tmp_path):
 def test_the_way_in_and_out_changes_no_name_and_no_bit(name, tmp_path, monkeypatch):
     saved(name, tmp_path / "saved")
     import_weights(tmp_path / "saved", tmp_path / "imported", None)
-    monkeypatch.setattr(transformers_directory, "MAX_PART", 60_000)  # several files
+    monkeypatch.setattr(model_directory, "MAX_PART", 60_000)  # several files
     export_checkpoint(tmp_path / "imported", tmp_path / "out", None, formats=["transformers"])
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     tensors = {}
@@ -160,7 +160,7 @@ def test_the_way_in_and_out_changes_no_name_and_no_bit(name, tmp_path, monkeypat
 
 @pytest.mark.parametrize("left", ["model.safetensors", "open_clip_config.json"])
 def test_files_of_another_model_are_not_left_to_be_read_instead(left, clip_directory, tmp_path, monkeypatch):
-    monkeypatch.setattr(transformers_directory, "MAX_PART", 60_000)  # no model.safetensors replaces the other
+    monkeypatch.setattr(model_directory, "MAX_PART", 60_000)  # no model.safetensors replaces the other
     import_weights(clip_directory, tmp_path / "imported", None)
     out = tmp_path / "out"
     out.mkdir()
@@ -468,6 +468,6 @@ def test_settings_of_training_are_in_the_readme_and_names_of_data_only_if_asked(
             "ds_config": {"megaclip": {"loss": "clip"}, "optimizer": {"params": {"lr": 0.002}}},
         },
     }
-    text = transformers_directory.readme(["open_clip", "transformers"], state, data_names=False)
+    text = model_directory.readme(["open_clip", "transformers"], state, data_names=False)
     assert "| samples seen | 76800 |" in text and "| lr | 0.002 |" in text and "private" not in text
-    assert "s3://private" in transformers_directory.readme(["open_clip"], state, data_names=True)
+    assert "s3://private" in model_directory.readme(["open_clip"], state, data_names=True)

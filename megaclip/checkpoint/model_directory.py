@@ -1,7 +1,7 @@
-"""Write complete directories in open_clip's format: imports of weights, and exports of a run's checkpoint.
+"""Write complete directories of a model: imports of weights, and exports in the formats of open_clip and transformers.
 
-A directory holds the weights, the model card, the tokenizer's files and a manifest of their checksums. Nothing is
-written before the weights have been checked.
+A directory holds the weights, their settings, the tokenizer's files and a manifest of checksums; an export also has a
+README.md. Nothing is written before the weights have been checked, and the formats can express the model.
 """
 
 import json
@@ -12,6 +12,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData, split_torch_state_dict_into_shards
 
 from megaclip.checkpoint import manifest
 from megaclip.checkpoint.durable import make_folders, sync_files
@@ -23,24 +26,33 @@ from megaclip.checkpoint.model_card import (
     remove_earlier_files,
     write_model_card,
 )
-from megaclip.checkpoint.open_clip_weights import read_weights, write_tensors, write_weights
+from megaclip.checkpoint.open_clip_weights import open_clip_tensors, read_weights, write_tensors, write_weights
 from megaclip.checkpoint.output import writing
 from megaclip.checkpoint.saved_states import OBJECTIVE, consolidated_weights, read_model
 from megaclip.checkpoint.search import LOCKED_WEIGHTS, STATE, locate_model, refuse_run, require_whole_model
-from megaclip.checkpoint.transformers_directory import readme, transformers_content, write_transformers
 from megaclip.checkpoint.weight_files import INDEX, WEIGHTS_NAMES
 from megaclip.errors import CheckpointError, ConfigError, os_errors_as
 from megaclip.files import write_atomically
-from megaclip.models import ModelDescription, load_model_config, meta_model
+from megaclip.models import ModelConfig, ModelDescription, load_model_config, meta_model
 from megaclip.models.config import CARD_NAME, read_json_object
-from megaclip.models.open_clip_keys import StateDict
-from megaclip.models.transformers_config import CONFIG_NAME, PROCESSOR_NAME, card_path, read_card
+from megaclip.models.open_clip_keys import StateDict, from_open_clip
+from megaclip.models.transformers_config import (
+    CONFIG_NAME,
+    PROCESSOR_NAME,
+    card_path,
+    config_of,
+    processor_of,
+    read_card,
+)
+from megaclip.models.transformers_keys import to_transformers
 from megaclip.models.weights import LoadReport, compare_weights, require_finite
 from megaclip.open_clip_package import import_open_clip
 
 README = "README.md"
 OBJECTIVE_WEIGHTS = "objective.safetensors"
 """Weights of the run's objective beside those of the model, under the names of its attributes."""
+MAX_PART = "5GB"
+"""Largest file of weights, except for larger tensors."""
 _TOKENIZER_SUFFIXES = (".json", ".txt", ".model")
 _MAX_TOKENIZER_BYTES = 256 << 20
 
@@ -111,7 +123,11 @@ def export_checkpoint(
     compare_weights(meta_model(card.config), weights).require_complete(f"{folder} does not fit its model card")
     if "open_clip" in formats:
         _require_expressible(card.config)
-    content = transformers_content(card) if "transformers" in formats else {}
+    content: dict[str, Any] = {}
+    if "transformers" in formats:
+        config = config_of(card.config.to_open_clip(), card.transformers)
+        processor = processor_of(card.preprocess_cfg, card.config.vision_cfg.image_size, config["model_type"])
+        content = {CONFIG_NAME: config, PROCESSOR_NAME: processor}
     with tempfile.TemporaryDirectory() as temporary:
         if tag is None:  # a directory of unknown origin
             state, objective, files = None, {}, {path.name: path for path in _tokenizer_files(folder)}
@@ -135,7 +151,7 @@ def export_checkpoint(
                 write_model_card(out_dir, card.config, card.preprocess_cfg, transformers=card.transformers)
                 written += [CARD_NAME, write_weights(out_dir, weights, card.config).name]
             if content:
-                written += write_transformers(out_dir, card, content, weights)
+                written += _write_transformers(out_dir, card, content, weights)
     return replace(card, directory=out_dir), weights
 
 
@@ -148,6 +164,60 @@ def _require_expressible(config: ModelDescription) -> None:
             "cannot build this image tower; use --format transformers, or import the weights with --model and a name "
             "of open_clip, whose features differ slightly"
         )
+
+
+def _write_transformers(
+    directory: Path, card: ModelCard, content: dict[str, dict[str, Any]], weights: StateDict
+) -> list[str]:
+    """Write config.json, the image processor and the weights, float32, in parts of at most `MAX_PART`.
+
+    content: of config.json and of the image processor. weights: by MegaCLIP's names. Returns the names of the files.
+    """
+    is_linear = content[CONFIG_NAME]["model_type"] == "siglip2"
+    own = ModelConfig.from_dict(card.config.to_open_clip())
+    own_weights = from_open_clip(open_clip_tensors(weights, card.config), own)
+    tensors = to_transformers(own_weights, patches_are_linear=is_linear)
+    parts = split_torch_state_dict_into_shards(tensors, max_shard_size=MAX_PART)
+    files: dict[str, Any] = dict(content)
+    if parts.is_sharded:
+        files[f"model.safetensors{INDEX}"] = {"metadata": parts.metadata, "weight_map": parts.tensor_to_filename}
+    for name, names in parts.filename_to_tensors.items():
+        write_tensors(directory / name, {one: tensors[one] for one in names})
+    for name, value in files.items():
+        write_atomically(directory / name, json.dumps(value, indent=2) + "\n")
+    return [*parts.filename_to_tensors, *files]
+
+
+def readme(formats: list[str], state: dict[str, Any] | None, *, data_names: bool) -> str:
+    """Return the README.md of an export, which the Hugging Face hub shows.
+
+    state: state.json of the checkpoint; None: the weights are not those of a run. data_names: list the sources of the
+    training data.
+    """
+    library = "open_clip" if "open_clip" in formats else "transformers"
+    header = ModelCardData(library_name=library, pipeline_tag="zero-shot-image-classification", tags=["clip"])
+    lines = ["---", header.to_yaml(), "---", "", "# Model", ""]
+    lines.append(f"Image-text model in the format of {' and '.join(formats)}, written by MegaCLIP.")
+    if state is None:
+        return "\n".join([*lines, ""])
+    settings = state.get("settings", {})
+    arguments, ds_config = settings.get("arguments", {}), settings.get("ds_config", {})
+    optimizer = ds_config.get("optimizer", {}).get("params", {})
+    facts = {
+        "loss": ds_config.get("megaclip", {}).get("loss"),
+        "steps": state.get("step"),
+        "samples seen": state.get("samples_consumed"),
+        "pairs in the training data": state.get("data", {}).get("samples"),
+        "batch size": state.get("global_batch"),
+        "optimizer": state.get("optimizer"),
+        **{name: optimizer.get(name) for name in ("lr", "betas", "eps", "weight_decay")},
+        "learning-rate schedule": arguments.get("lr_scheduler"),
+        "warm-up steps": arguments.get("warmup"),
+        "precision": state.get("precision"),
+        "training data": " ".join(arguments.get("train_data", [])) if data_names else None,
+    }
+    rows = [f"| {name} | {value} |" for name, value in facts.items() if value is not None]
+    return "\n".join([*lines, "", "## Training", "", "| setting | value |", "| --- | --- |", *rows, ""])
 
 
 @contextmanager
