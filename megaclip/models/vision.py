@@ -79,6 +79,7 @@ class VisionTower(nn.Module):
     def __init__(self, config: VisionConfig, embed_dim: int, quick_gelu: bool, factory: LayerFactory) -> None:
         super().__init__()
         self.config = config
+        self.grid_size = (config.grid_size, config.grid_size)
         width, eps = config.width, config.norm_eps
         self.conv1 = PatchEmbedding(width, config.patch_size, config.patch_bias)
         shape = (1, 1, width) if isinstance(config, TimmVisionConfig) else (width,)  # weight decay depends on it

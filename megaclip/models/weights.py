@@ -276,8 +276,6 @@ def _image_positions(model: DualEncoder) -> tuple[str, Any, tuple[int, ...]]:
     None instead of the parameter: the tower learns no positions.
     """
     visual: Any = model.visual
-    if isinstance(model, ClipModel):
-        return "visual.positional_embedding", visual.positional_embedding, (model.config.vision_cfg.grid_size,) * 2
     trunk = getattr(visual, "trunk", None)
     name, parameter = "visual.positional_embedding", getattr(visual, "positional_embedding", None)
     if trunk is not None:
