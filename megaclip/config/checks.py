@@ -16,8 +16,7 @@ from megaclip.config.ds_config import DsConfig
 from megaclip.config.optimizers import NEED_WHOLE_TENSORS, check_optimizer, params_model
 from megaclip.config.section import LoraSettings, MegaclipSection
 from megaclip.errors import ConfigError, config_error, nearest
-from megaclip.losses.fastclip_variants import VARIANTS
-from megaclip.losses.settings import FastClipSettings
+from megaclip.losses.settings import VARIANTS, FastClipSettings
 from megaclip.zero.settings import DeepSpeedZeroConfig
 
 _REQUIRED = {

@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from megaclip.losses.fastclip_variants import VARIANTS
-from megaclip.losses.settings import FastClipSettings, LossSettings
+from megaclip.losses.settings import VARIANTS, FastClipSettings, LossSettings
 
 
 class LoraSettings(BaseModel):

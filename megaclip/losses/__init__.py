@@ -24,7 +24,7 @@ from torch import nn
 
 from megaclip.losses.clip import ClipLoss
 from megaclip.losses.fastclip import FastClipLoss
-from megaclip.losses.fastclip_variants import VARIANTS
+from megaclip.losses.settings import VARIANTS
 from megaclip.losses.siglip import SigLipLoss
 from megaclip.ops import op_builder  # registers the tile operations
 

@@ -52,11 +52,9 @@ from megaclip.losses.agreement import check_features
 from megaclip.losses.batch_loss import BatchLoss, with_unused
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.estimators import SampleState, Ticket, check_ids, mean_per_row
-from megaclip.losses.fastclip_variants import VARIANTS
-from megaclip.losses.global_contrastive import GlobalContrastive, GlobalObjective, Step
-from megaclip.losses.settings import StandaloneFastClipSettings
+from megaclip.losses.global_contrastive import GlobalContrastive, Step
+from megaclip.losses.settings import VARIANTS, StandaloneFastClipSettings
 from megaclip.losses.temperature import (
-    PUBLISHED_GRADIENT_LIMIT,
     U_COLUMNS,
     GlobalTemperature,
     individual_columns,
@@ -116,24 +114,16 @@ class FastClipLoss(BatchLoss):
         **settings: Any,
     ) -> None:
         super().__init__(group=group, variant=variant, samples=samples, **settings)
-        chosen = self.settings
-        rule = VARIANTS[variant]
-        reference = chosen.compat == "reference"
+        chosen, rule = self.settings, VARIANTS[variant]
         self.gamma_schedule = rule.gamma_schedule if chosen.gamma_schedule == "auto" else chosen.gamma_schedule
         self.gamma_epochs = chosen.gamma_epochs or _GAMMA_EPOCHS
-        self.objective = GlobalObjective(rule, chosen.rho if rule.with_rho else 0.0, chosen.eps, reference)
-        self.bounds = (chosen.temperature_min, chosen.temperature_max)
-        limit = chosen.temperature_gradient_limit
-        if limit is None and reference:
-            limit = PUBLISHED_GRADIENT_LIMIT
-        self.gradient_limit = limit or math.inf
         self.individual = rule.individual
         if not state_dtype.is_floating_point or (self.individual and state_dtype.itemsize < 4):
             raise ConfigError(
                 f"state_dtype is {state_dtype}; expected torch.float32 or torch.float64, because other formats lose "
                 f"small updates of the state of {variant}: set one of them"
             )
-        self.temperature = GlobalTemperature(chosen.temperature, self.bounds, learnable=rule.temperature == "global")
+        self.temperature = GlobalTemperature(chosen, learnable=rule.temperature == "global")
         on_accelerator = chosen.state_device == "accelerator"
         self.state = SampleState(
             {**U_COLUMNS, **(individual_columns(chosen.temperature) if self.individual else {})},
@@ -207,7 +197,7 @@ class FastClipLoss(BatchLoss):
             epochs=self.gamma_epochs,
         )
         rows = upload(ticket.rows(), image_features.device).to(accumulation_dtype(image_features))
-        step = Step(self.objective, ticket, rows, gamma, epoch)
+        step = Step(self.settings, ticket, rows, gamma, epoch)
         loss = GlobalContrastive.apply(image_features, text_features, self.temperature.log_scale, way, step)
         if self.training:
             self._pending = step
@@ -230,15 +220,7 @@ class FastClipLoss(BatchLoss):
             raise RuntimeError("no backward pass is finished; call loss(...).backward() in training mode before step()")
         log_scale = self.temperature.log_scale
         trains_scale = self.temperature.learnable and log_scale.requires_grad  # False: the caller has frozen it
-        chosen = self.settings
-        rate = scheduled_rate(
-            chosen.temperature_learning_rate,
-            chosen.temperature_schedule,
-            self.temperature,
-            warmup=chosen.temperature_warmup or 0,
-            steps_done=steps_done,
-            total_steps=total_steps,
-        )
+        rate = scheduled_rate(self.settings, self.temperature, steps_done, total_steps)
         self.check_step()
         self._pending = None
         sent = [step.log_u] if step.temperature_gradient is None else [step.log_u, step.temperature_gradient]
@@ -247,22 +229,14 @@ class FastClipLoss(BatchLoss):
             new = mean_per_row(received, inverse, len(held))
             if not self.individual:
                 return new
-            temperatures = step_individual(
-                held[:, 2:],
-                new[:, 2:],
-                learning_rate=rate,
-                bounds=self.bounds,
-                betas=chosen.temperature_betas,
-                eps=chosen.temperature_eps,
-                gradient_limit=self.gradient_limit,
-                released_epoch=math.floor(step.epoch) if self.objective.reference else None,
-            )
+            gradients = new[:, 2:]
+            temperatures = step_individual(held[:, 2:], gradients, self.settings, learning_rate=rate, epoch=step.epoch)
             return torch.cat([new[:, :2], temperatures], dim=1)
 
         self.state.commit(step.ticket, torch.cat(sent, dim=1), merge)
         if trains_scale:
             log_scale.grad = step.scale_gradient  # log_scale's own is that of all backward passes, times their factors
-            self.temperature.step(rate, chosen.temperature_betas, chosen.temperature_eps)
+            self.temperature.step(rate)
         elif self.individual:
             log_scale.copy_(step.mean_log_scale)
 
@@ -330,7 +304,7 @@ class FastClipLoss(BatchLoss):
                         f"the checkpoint was written with the loss {part['variant']}, not {self.settings.variant}; "
                         "set the loss that wrote it"
                     )
-                if self.objective.rule.temperature != "constant":
+                if VARIANTS[self.settings.variant].temperature != "constant":
                     self.temperature.load_state_dict(part["temperature"])
                 yield part["samples"]
 

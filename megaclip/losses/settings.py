@@ -2,8 +2,12 @@
 
 The section "megaclip" of ds_config.json (`megaclip.config.section`) includes `LossSettings` and `FastClipSettings`. The
 constructors of the losses take the fields of these models as keyword arguments.
+
+`VARIANTS` has one row for each version of SogCLR, iSogCLR and FastCLIP. `megaclip.losses.fastclip` has the formulas
+that the columns select, and names the papers.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -12,6 +16,34 @@ from megaclip.ops.types import DEFAULT_OPTIONS, Implementation, Precision
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Row of the table: the properties of one loss."""
+
+    temperature: Literal["constant", "global", "individual"]
+    """"global": one learned temperature for all samples; "individual": two learned temperatures per sample."""
+    multiplied: bool
+    """Multiply the terms of a sample by its temperature."""
+    with_rho: bool
+    """Include rho times the temperature in the objective."""
+    gamma_schedule: Literal["constant", "cosine"]
+    """Default schedule of the inner learning rate gamma."""
+
+    @property
+    def individual(self) -> bool:
+        return self.temperature == "individual"
+
+
+VARIANTS = {
+    "sogclr": Variant("constant", True, False, "constant"),
+    "isogclr": Variant("individual", True, True, "constant"),
+    "fastclip_v0": Variant("global", False, False, "cosine"),
+    "fastclip_v1": Variant("constant", True, False, "cosine"),
+    "fastclip_v2": Variant("individual", True, True, "cosine"),
+    "fastclip_v3": Variant("global", True, True, "cosine"),
+}
 
 
 class LossSettings(BaseModel):

@@ -13,28 +13,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from megaclip.losses.settings import FastClipSettings
+
 PUBLISHED_GRADIENT_LIMIT = 5.0
 """Largest absolute gradient of a per-sample temperature in FastCLIP's published code."""
 
 
 def scheduled_rate(
-    base: float,
-    schedule: str,
-    temperature: GlobalTemperature,
-    *,
-    warmup: int = 0,
-    steps_done: int | None,
-    total_steps: int | None,
+    settings: FastClipSettings, temperature: GlobalTemperature, steps_done: int | None, total_steps: int | None
 ) -> float:
-    """Return the learning rate of the temperature.
+    """Return the learning rate of the temperature, by `settings.temperature_schedule`.
 
-    base: learning rate of the "constant" schedule.
-    schedule: "constant"; "cosine", which rises to base over `warmup` steps and falls to 0 at `total_steps` along half a
-        cosine, as in FastCLIP's published code; "threshold", a third of base while the temperature is at or below 0.03
-        (FastCLIP, section 5.1).
-    steps_done, total_steps: numbers of steps, which "cosine" requires. Raises ValueError if they are missing or wrong.
+    "cosine" falls along half a cosine, as in FastCLIP's published code. It requires both numbers of steps. Raises
+    ValueError if they are missing or wrong. "threshold": FastCLIP, section 5.1.
     """
-    if schedule == "cosine":
+    base, warmup = settings.temperature_learning_rate, settings.temperature_warmup or 0
+    if settings.temperature_schedule == "cosine":
         if steps_done is None or total_steps is None or not 0 <= steps_done <= total_steps:
             raise ValueError(
                 f"steps_done is {steps_done} and total_steps is {total_steps}; temperature_schedule 'cosine' requires "
@@ -43,7 +37,7 @@ def scheduled_rate(
         if steps_done < warmup:
             return base * (steps_done + 1) / warmup
         return base * 0.5 * (1 + math.cos(math.pi * (steps_done - warmup) / max(1, total_steps - warmup)))
-    if schedule == "threshold" and temperature.value <= 0.03:  # this read waits for the GPU
+    if settings.temperature_schedule == "threshold" and temperature.value <= 0.03:  # this read waits for the GPU
         return base / 3
     return base
 
@@ -60,15 +54,15 @@ class GlobalTemperature(nn.Module):
     second_moment: Tensor
     steps: Tensor
 
-    def __init__(self, temperature: float, bounds: tuple[float, float], *, learnable: bool) -> None:
+    def __init__(self, settings: FastClipSettings, *, learnable: bool) -> None:
         super().__init__()
-        log_scale = torch.tensor([-math.log(temperature)], dtype=torch.float32)  # even if the default dtype has 16 bits
+        # float32 even if the default dtype has 16 bits
+        log_scale = torch.tensor([-math.log(settings.temperature)], dtype=torch.float32)
         if learnable:
             self.log_scale = nn.Parameter(log_scale)
         else:
             self.register_buffer("log_scale", log_scale)
-        self.learnable = learnable
-        self._bounds = (-math.log(bounds[1]), -math.log(bounds[0]))
+        self.learnable, self._settings = learnable, settings
         for name in ("first_moment", "second_moment", "steps"):
             self.register_buffer(name, torch.zeros_like(log_scale))
 
@@ -89,15 +83,17 @@ class GlobalTemperature(nn.Module):
         return math.exp(-float(self.log_scale.detach()))
 
     @torch.no_grad()
-    def step(self, learning_rate: float, betas: tuple[float, float], eps: float) -> None:
+    def step(self, learning_rate: float) -> None:
         """Take one Adam step with the gradient in `log_scale.grad`, clamp the result, and clear the gradient."""
-        gradient = self.log_scale.grad
+        gradient, chosen = self.log_scale.grad, self._settings
         assert gradient is not None, "step() before backward()"
         self.steps += 1
-        change, first, second = adam(gradient, self.first_moment, self.second_moment, self.steps, betas, eps)
+        options = (chosen.temperature_betas, chosen.temperature_eps)
+        change, first, second = adam(gradient, self.first_moment, self.second_moment, self.steps, *options)
         self.first_moment.copy_(first)
         self.second_moment.copy_(second)
-        self.log_scale.sub_(learning_rate * change).clamp_(*self._bounds)
+        low, high = -math.log(chosen.temperature_max), -math.log(chosen.temperature_min)
+        self.log_scale.sub_(learning_rate * change).clamp_(low, high)
         self.log_scale.grad = None
 
 
@@ -123,29 +119,23 @@ def individual_columns(temperature: float) -> dict[str, float]:
 
 
 def step_individual(
-    held: Tensor,
-    gradients: Tensor,
-    *,
-    learning_rate: float,
-    bounds: tuple[float, float],
-    betas: tuple[float, float],
-    eps: float,
-    gradient_limit: float,
-    released_epoch: int | None = None,
+    held: Tensor, gradients: Tensor, settings: FastClipSettings, *, learning_rate: float, epoch: float
 ) -> Tensor:
     """Return the temperature columns (k, 7) after one Adam step. Each sample counts its own steps.
 
-    held: the columns before the step (k, 7). gradients: (k, 2).
-    gradient_limit: largest absolute gradient. Larger gradients are reduced to it. Infinity: no limit.
-    released_epoch: the epoch, to use betas and bias correction of FastCLIP's published code. It counts epochs instead
-        of steps and uses no momentum in the first epoch. None: the paper's Adam.
+    With compat "reference", betas and bias correction are those of FastCLIP's published code. It counts epochs instead
+    of steps, uses no momentum in the first epoch, and limits gradients.
+
+    held: the columns before the step (k, 7). gradients: (k, 2). epoch: number of completed epochs.
     """
     tau, first, second, steps = held[:, :2], held[:, 2:4], held[:, 4:6], held[:, 6:] + 1
-    counted = steps
-    if released_epoch is not None:
-        counted = torch.full_like(steps, released_epoch + 1)
-        betas = betas if released_epoch > 0 else (0.0, 0.0)
-    limited = gradients.clamp(-gradient_limit, gradient_limit)
-    change, first, second = adam(limited, first, second, counted, betas, eps)
-    tau = (tau - learning_rate * change).clamp(*bounds)
+    counted, betas, limit = steps, settings.temperature_betas, settings.temperature_gradient_limit
+    if settings.compat == "reference":
+        counted = torch.full_like(steps, math.floor(epoch) + 1)
+        betas = betas if epoch >= 1 else (0.0, 0.0)
+        limit = PUBLISHED_GRADIENT_LIMIT if limit is None else limit
+    if limit:
+        gradients = gradients.clamp(-limit, limit)
+    change, first, second = adam(gradients, first, second, counted, betas, settings.temperature_eps)
+    tau = (tau - learning_rate * change).clamp(settings.temperature_min, settings.temperature_max)
     return torch.cat([tau, first, second, steps], dim=1)

@@ -18,7 +18,7 @@ from megaclip.config.command_line import DEFAULT_WORKERS
 from megaclip.config.section import LoraSettings
 from megaclip.config.training import default_text_micro_batch
 from megaclip.errors import ConfigError
-from megaclip.losses.fastclip_variants import VARIANTS
+from megaclip.losses.settings import VARIANTS
 from megaclip.models import ModelConfig, ModelDescription, OpenClipConfig
 from megaclip.models.compilation import compiles_whole_tower
 from megaclip.models.layers import check_split

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megaclip.config import MegaclipSection
 from megaclip.engine.run_loss import RunLoss
-from megaclip.losses.fastclip_variants import VARIANTS
+from megaclip.losses.settings import VARIANTS
 from tests.distributed import fastclip_oracle as written
 from tests.distributed.engine_cases import (
     BATCH,

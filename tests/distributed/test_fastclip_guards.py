@@ -16,7 +16,7 @@ from torch import Tensor
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from megaclip.losses import FastClipLoss
-from megaclip.losses.fastclip_variants import VARIANTS
+from megaclip.losses.settings import VARIANTS
 from tests.distributed.harness import run_ranks
 
 SAMPLES = 12

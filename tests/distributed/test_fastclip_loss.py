@@ -16,7 +16,7 @@ from megaclip.comm.groups import group_rank, group_size
 from megaclip.errors import CheckpointError, DataError
 from megaclip.losses import FastClipLoss
 from megaclip.losses.fastclip import inner_rate
-from megaclip.losses.fastclip_variants import VARIANTS
+from megaclip.losses.settings import VARIANTS
 from megaclip.step.batch import Tower
 from megaclip.step.gradient_cache import _loss_and_gradients
 from megaclip.step.objective_terms import StepTerms

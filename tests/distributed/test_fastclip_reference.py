@@ -16,7 +16,7 @@ from torch import Tensor
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.losses import FastClipLoss
-from megaclip.losses.fastclip_variants import VARIANTS
+from megaclip.losses.settings import VARIANTS
 from tests.distributed.fastclip_oracle import batch_g, gamma_of, individual, learned, released
 from tests.distributed.fastclip_released import Released
 from tests.distributed.harness import run_ranks

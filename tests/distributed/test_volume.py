@@ -15,7 +15,7 @@ import torch
 from megaclip.comm.groups import group_size
 from megaclip.losses import LOSSES
 from megaclip.losses.costs import LOSS_COSTS, Sizes, Traffic
-from megaclip.losses.fastclip_variants import VARIANTS
+from megaclip.losses.settings import VARIANTS
 from tests.distributed.harness import run_ranks
 from tools.bench_comm import FastClipStep, disco_clip_step, measure, open_clip_step, schemes
 from tools.peers import disco_clip_traffic, open_clip_traffic

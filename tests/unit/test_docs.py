@@ -24,7 +24,7 @@ from megaclip.commands import COMMANDS, show
 from megaclip.config.command_line import OPEN_CLIP_FLAGS, build_parser
 from megaclip.engine.metrics import StepMetrics
 from megaclip.losses.fastclip import FastClipLoss
-from megaclip.losses.fastclip_variants import VARIANTS
+from megaclip.losses.settings import VARIANTS
 from tests.unit.test_import_rules import FOUNDATION, MAY_IMPORT
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megaclip.config import load_training_config
-from megaclip.losses.fastclip_variants import VARIANTS
+from megaclip.losses.settings import VARIANTS
 from tests.unit.test_docs import ROOT, section, table_rows
 
 DEFAULTS: dict[str, Any] = {

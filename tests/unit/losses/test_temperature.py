@@ -6,10 +6,16 @@ from typing import Any
 import pytest
 import torch
 
+from megaclip.losses.settings import FastClipSettings
 from megaclip.losses.temperature import GlobalTemperature, scheduled_rate, step_individual
 
 BETAS, EPS, BOUNDS = (0.8, 0.95), 1e-3, (0.05, 0.8)
-OPTIONS: dict[str, Any] = {"bounds": BOUNDS, "betas": BETAS, "eps": EPS, "gradient_limit": math.inf}
+
+
+def settings_of(**others: Any) -> FastClipSettings:
+    low, high = BOUNDS
+    adam = {"temperature_betas": BETAS, "temperature_eps": EPS, "temperature_min": low, "temperature_max": high}
+    return FastClipSettings.model_validate(adam | {"temperature": 0.3} | others)
 
 
 @pytest.mark.parametrize(
@@ -24,17 +30,19 @@ OPTIONS: dict[str, Any] = {"bounds": BOUNDS, "betas": BETAS, "eps": EPS, "gradie
     ],
 )
 def test_the_rate_follows_its_schedule(schedule: str, temperature: float, steps_done: int, expected: float) -> None:
-    own = GlobalTemperature(temperature, (0.01, 1.0), learnable=True)
-    assert scheduled_rate(6.0, schedule, own, steps_done=steps_done, total_steps=30) == pytest.approx(expected)
+    settings = settings_of(
+        temperature=temperature, temperature_min=0.01, temperature_schedule=schedule, temperature_learning_rate=6.0
+    )
+    own = GlobalTemperature(settings, learnable=True)
+    assert scheduled_rate(settings, own, steps_done, 30) == pytest.approx(expected)
 
 
 def test_the_cosine_has_the_published_warmup() -> None:
     """FastCLIP v0 on CC3M: 37 epochs of 2,660 steps, 10,000 of them warm-up, peak rate 1e-3."""
-    own, total, warmup = GlobalTemperature(0.07, (0.01, 1.0), learnable=True), 37 * 2660, 10_000
-    rates = {
-        step: scheduled_rate(1e-3, "cosine", own, warmup=warmup, steps_done=step, total_steps=total)
-        for step in (0, 4_999, 9_999, 10_000, 54_210, total - 1)
-    }
+    total, warmup = 37 * 2660, 10_000
+    settings = settings_of(temperature_schedule="cosine", temperature_learning_rate=1e-3, temperature_warmup=warmup)
+    own = GlobalTemperature(settings, learnable=True)
+    rates = {step: scheduled_rate(settings, own, step, total) for step in (0, 4_999, 9_999, 10_000, 54_210, total - 1)}
     assert rates[0] == pytest.approx(1e-7) and rates[4_999] == pytest.approx(5e-4)
     assert rates[9_999] == rates[10_000] == pytest.approx(1e-3)
     for step in (10_000, 54_210, total - 1):
@@ -43,16 +51,17 @@ def test_the_cosine_has_the_published_warmup() -> None:
 
 @pytest.mark.parametrize(("steps_done", "total_steps"), [(None, 30), (3, None), (-1, 30), (31, 30), (math.nan, 30)])
 def test_the_cosine_refuses_missing_and_wrong_numbers_of_steps(steps_done: int, total_steps: int) -> None:
-    own = GlobalTemperature(0.07, (0.01, 1.0), learnable=True)
+    settings = settings_of(temperature_schedule="cosine")
+    own = GlobalTemperature(settings, learnable=True)
     with pytest.raises(ValueError, match=r"'cosine' requires both, with 0 <= steps_done <= total_steps"):
-        scheduled_rate(6.0, "cosine", own, steps_done=steps_done, total_steps=total_steps)
+        scheduled_rate(settings, own, steps_done, total_steps)
 
 
 @pytest.mark.parametrize(("gradient", "expected"), [(1.0, BOUNDS[1]), (-1.0, BOUNDS[0])])
 def test_the_global_temperature_stays_inside_its_bounds(gradient: float, expected: float) -> None:
-    own = GlobalTemperature(0.3, BOUNDS, learnable=True)  # trained as log(1/tau), so a positive gradient raises tau
+    own = GlobalTemperature(settings_of(), learnable=True)  # trained as log(1/tau), so a positive gradient raises tau
     own.log_scale.grad = torch.tensor([gradient])
-    own.step(100.0, BETAS, EPS)
+    own.step(100.0)
     assert own.value == pytest.approx(expected)
 
 
@@ -63,16 +72,17 @@ def held(*temperatures: float) -> torch.Tensor:
 
 def test_per_sample_temperatures_stay_inside_their_bounds() -> None:
     gradients = torch.tensor([[3.0, -3.0]], dtype=torch.float64)
-    new = step_individual(held(0.3), gradients, learning_rate=1.0, **OPTIONS)
+    new = step_individual(held(0.3), gradients, settings_of(), learning_rate=1.0, epoch=0.0)
     assert new[0, :2].tolist() == [*BOUNDS]
 
 
 def test_a_per_sample_gradient_is_reduced_to_the_limit() -> None:
     gradients = torch.tensor([[100.0, -100.0], [5.0, -5.0]], dtype=torch.float64)
-    new = step_individual(held(0.3, 0.3), gradients, learning_rate=0.01, **OPTIONS | {"gradient_limit": 5.0})
+    settings = settings_of(temperature_gradient_limit=5.0)
+    new = step_individual(held(0.3, 0.3), gradients, settings, learning_rate=0.01, epoch=0.0)
     assert torch.equal(new[0], new[1])
     assert new[0, 2:4].tolist() == pytest.approx([(1 - BETAS[0]) * 5, -(1 - BETAS[0]) * 5])
-    unlimited = step_individual(held(0.3), gradients[:1], learning_rate=0.01, **OPTIONS)
+    unlimited = step_individual(held(0.3), gradients[:1], settings_of(), learning_rate=0.01, epoch=0.0)
     assert unlimited[0, 2:4].tolist() == pytest.approx([(1 - BETAS[0]) * 100, -(1 - BETAS[0]) * 100])
 
 
@@ -90,14 +100,16 @@ def test_the_published_adam_counts_epochs_and_uses_no_momentum_in_the_first() ->
             change = corrected[0] / (math.sqrt(corrected[1]) + EPS)
         tau -= rate * change
         gradients = torch.full((1, 2), gradient, dtype=torch.float64)
-        state = step_individual(state, gradients, learning_rate=rate, released_epoch=epoch, **OPTIONS)
+        state = step_individual(
+            state, gradients, settings_of(compat="reference"), learning_rate=rate, epoch=epoch + 0.5
+        )
         assert state[0, :6].tolist() == pytest.approx([tau, tau, first, first, second, second], rel=1e-12)
 
 
 @pytest.mark.parametrize("learnable", [True, False])
 def test_the_temperature_keeps_float32_in_a_module_of_16_bits(learnable: bool) -> None:
     """In bfloat16 a step of 2e-4 would be rounded away."""
-    own = GlobalTemperature(0.07, (0.01, 1.0), learnable=learnable)
+    own = GlobalTemperature(settings_of(temperature=0.07), learnable=learnable)
     before = own.value
     module = torch.nn.ModuleList([own, torch.nn.Linear(2, 2)])
     for convert in (module.bfloat16, module.half, lambda: module.to("cpu", torch.bfloat16)):
@@ -106,7 +118,7 @@ def test_the_temperature_keeps_float32_in_a_module_of_16_bits(learnable: bool) -
     assert module[1].weight.dtype == torch.bfloat16
     if learnable:
         own.log_scale.grad = torch.ones(1)
-        own.step(2e-4, BETAS, EPS)
+        own.step(2e-4)
         assert own.value / before == pytest.approx(math.exp(2e-4 / (1 + EPS)), rel=1e-6)
     assert module.double() is module and own.log_scale.dtype == torch.float64
 
@@ -116,7 +128,7 @@ def test_the_temperature_is_float32_at_any_default_dtype(learnable: bool) -> Non
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        own = GlobalTemperature(0.07, (0.01, 1.0), learnable=learnable)
+        own = GlobalTemperature(settings_of(temperature=0.07), learnable=learnable)
     finally:
         torch.set_default_dtype(default)
     assert {tensor.dtype for tensor in own.state_dict().values()} == {torch.float32}

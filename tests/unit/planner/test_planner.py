@@ -9,7 +9,7 @@ import pytest
 from megaclip.config.checks import check_ds_config
 from megaclip.errors import ConfigError
 from megaclip.losses import FastClipLoss
-from megaclip.losses.fastclip_variants import VARIANTS
+from megaclip.losses.settings import VARIANTS
 from megaclip.models import meta_model
 from megaclip.planner import advice, advice_beyond_settings, describe, faster_run, largest_batch, plan_memory, plan_time
 from megaclip.planner.memory import resolve_auto
