@@ -7,7 +7,6 @@ that rank raises PyTorch's error, and the others an error that names the rank.
 """
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,28 +16,16 @@ from megaclip.comm.collectives import gather_integers, gather_objects, raise_on_
 from megaclip.comm.groups import RankGroup
 from megaclip.errors import DataError
 from megaclip.losses.settings import LossSettings
+from megaclip.losses.sums import LossInputs
 from megaclip.ops.types import FEATURE_DTYPES, accumulation_dtype
 
-_FURTHER = ("negatives", "ids", "negative_ids", "negative_rows", "weights")
 
-
-def check_features(
-    image_features: Tensor,
-    text_features: Tensor,
-    logit_scale: Tensor,
-    logit_bias: Tensor | None = None,
-    further: Sequence[Tensor | None] = (None,) * len(_FURTHER),
-    *,
-    settings: LossSettings,
-    ranks: RankGroup,
-    **call: Any,
-) -> int:
+def check_features(inputs: LossInputs, *, settings: LossSettings, ranks: RankGroup, **call: Any) -> int:
     """Raise DataError on all ranks unless all have features (b, D) of one shape and dtype and scalars of one element.
 
-    Return the largest number of negatives of a rank. further: the tensors `_FURTHER`, which `SummedLoss.forward`
-    documents. call: other arguments of this call, by name. These must be equal on all ranks too: the settings,
-    except those of the tiles of a rank, which of `_FURTHER` are given, and the call. Without an error the only
-    communication is one gather of four integers, and none on one rank.
+    Return the largest number of negatives of a rank. call: other arguments of this call, by name. These must be equal
+    on all ranks too: the settings, except those of the tiles of a rank, which inputs after logit_bias are given, and
+    the call. Without an error the only communication is one gather of four integers, and none on one rank.
     """
     meaning = getattr(settings, "ids", "ignore")
     problem: Exception | None = None
@@ -46,13 +33,14 @@ def check_features(
     signature = [-1, 0, 0, 0]
     try:
         where = f"on rank {ranks.rank}"
-        _check_own(image_features, text_features, logit_scale, logit_bias, where)
-        _check_further(image_features, dict(zip(_FURTHER, further, strict=True)), meaning, where)
-        given = [f" with {name}" for name, tensor in zip(_FURTHER, further, strict=True) if tensor is not None]
-        kind = "CPU" if image_features.device.type == "cpu" else "accelerator"  # a collective cannot combine both
-        features = f"{tuple(image_features.shape)} {image_features.dtype} ({kind}){''.join(given)}"
+        _check_own(inputs, where)
+        _check_further(inputs, meaning, where)
+        further = zip(inputs._fields[4:], inputs[4:], strict=True)
+        given = [f" with {name}" for name, tensor in further if tensor is not None]
+        kind = "CPU" if inputs.x.device.type == "cpu" else "accelerator"  # a collective cannot combine both
+        features = f"{tuple(inputs.x.shape)} {inputs.x.dtype} ({kind}){''.join(given)}"
         digest = int.from_bytes(hashlib.sha256(f"{common} {features}".encode()).digest()[:7], "big")
-        signature = [0 if further[0] is None else len(further[0]), *image_features.shape, digest]
+        signature = [0 if inputs.negatives is None else len(inputs.negatives), *inputs.x.shape, digest]
     except Exception as error:  # also one of PyTorch, which nested tensors raise; raised below, on all ranks
         if ranks.size == 1:
             raise
@@ -81,10 +69,9 @@ def check_features(
     return max(count for count, *_ in signatures)
 
 
-def _check_own(
-    image_features: Tensor, text_features: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, where: str
-) -> None:
-    """Raise DataError unless the arguments of this rank fit together. where: names the rank in the message."""
+def _check_own(inputs: LossInputs, where: str) -> None:
+    """Raise DataError unless features and scalars of this rank fit together. where: names the rank in the message."""
+    image_features, text_features, logit_scale, logit_bias = inputs[:4]
     for name, features in (("image_features", image_features), ("text_features", text_features)):
         if not isinstance(features, Tensor):
             raise DataError(f"{name} is a {type(features).__name__} {where}; expected a tensor (b, D)")
@@ -104,25 +91,24 @@ def _check_own(
         raise DataError(
             f"the features are {image_features.dtype} {where}; expected bfloat16, float16, float32, float64"
         )
-    for name, scalar in (("logit_scale", logit_scale), ("logit_bias", logit_bias)):
-        if scalar is None and name == "logit_bias":
-            continue
+    scalars = {"logit_scale": logit_scale} | ({} if logit_bias is None else {"logit_bias": logit_bias})
+    for name, scalar in scalars.items():
         if not isinstance(scalar, Tensor):
             raise DataError(f"{name} is a {type(scalar).__name__} {where}; expected a number or a tensor () or (1,)")
         if scalar.numel() != 1:
             raise DataError(f"{name} has shape {tuple(scalar.shape)} {where}; expected one element, () or (1,)")
 
 
-def _check_further(x: Tensor, further: dict[str, Tensor | None], meaning: str, where: str) -> None:
-    """Raise DataError unless the tensors `_FURTHER` of this rank fit its features x (b, D)."""
-    negatives, ids = further["negatives"], further["ids"]
+def _check_further(inputs: LossInputs, meaning: str, where: str) -> None:
+    """Raise DataError unless the inputs after logit_bias of this rank fit its features x (b, D)."""
+    x, negatives, ids, rows = inputs.x, inputs.negatives, inputs.ids, inputs.negative_rows
     if (ids is None) != (meaning == "ignore"):
         raise DataError(
             f"ids are {'missing' if ids is None else 'given'} {where}, and the setting ids of the loss is {meaning!r}; "
             "pass ids if the setting is 'mask' or 'positive', and only then"
         )
     for name, required in (("negative_ids", negatives), ("negative_rows", negatives), ("negative_ids", ids)):
-        if required is None and further[name] is not None:
+        if required is None and getattr(inputs, name) is not None:
             missing = "negatives" if negatives is None else "ids"
             raise DataError(f"{name} are given without {missing} {where}; pass both")
     count = len(negatives) if isinstance(negatives, Tensor) and negatives.dim() else 0
@@ -133,8 +119,8 @@ def _check_further(x: Tensor, further: dict[str, Tensor | None], meaning: str, w
         "negative_rows": ((count,), torch.int64),
         "weights": ((len(x),), accumulation_dtype(x)),
     }
-    for name, tensor in further.items():
-        shape, dtype = expected[name]
+    for name, (shape, dtype) in expected.items():
+        tensor = getattr(inputs, name)
         if tensor is None or (
             isinstance(tensor, Tensor)
             and (tensor.shape, tensor.dtype, tensor.device) == (torch.Size(shape), dtype, x.device)
@@ -142,7 +128,6 @@ def _check_further(x: Tensor, further: dict[str, Tensor | None], meaning: str, w
             continue
         got = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor)
         raise DataError(f"{name} are {got} {where}; expected {shape} {dtype} on {x.device}")
-    rows = further["negative_rows"]
     if rows is not None and count and not 0 <= int(rows.min()) <= int(rows.max()) < len(x):
         raise DataError(
             f"negative_rows are {int(rows.min())} to {int(rows.max())} {where}; expected local rows, 0 to {len(x) - 1}"

@@ -17,7 +17,7 @@ from megaclip.losses.costs import LossCost
 from megaclip.losses.id_order import in_order_of_ids
 from megaclip.losses.settings import BatchLossSettings, StandaloneSettings
 from megaclip.losses.small_batches import Recordings, is_small
-from megaclip.losses.sums import DIFFERENTIABLE, LossAndSums, LossInputs, function_of_sums
+from megaclip.losses.sums import DIFFERENTIABLE, FunctionOfSums, LossAndSums, LossInputs
 from megaclip.losses.way import Way, make_way
 from megaclip.ops.types import TileOptions, accumulation_dtype
 
@@ -146,7 +146,7 @@ class SummedLoss(BatchLoss):
             loss = traced(self, inputs, gradients)
         else:
             evaluate = functools.partial(self.evaluate, ranks=resolve(self.group), gradients=gradients)
-            loss = function_of_sums(type(self).__name__).apply(evaluate, *inputs)
+            loss = FunctionOfSums.apply(type(self).__name__, evaluate, *inputs)
         if inputs.logit_bias is None:
             loss = with_unused(loss, logit_bias)
         return {"contrastive_loss": loss} if output_dict else loss
@@ -180,12 +180,10 @@ class SummedLoss(BatchLoss):
 
     def checked_way(self, inputs: LossInputs, *, ranks: RankGroup, gradients: bool) -> Way:
         """Return the way of a step. Raises DataError on all ranks if the arguments do not fit together."""
-        negatives = check_features(
-            *inputs[:4], inputs[4:], settings=self.settings, ranks=ranks, requires_grad=gradients
-        )
+        named: dict[str, Any] = {"settings": self.settings, "ranks": ranks}
+        negatives = check_features(inputs, requires_grad=gradients, **named)
         sent = 0 if inputs.negative_rows is not None else negatives
-        named: dict[str, Any] = {"settings": self.settings, "tiles": self.tiles, "cost": self.cost, "negatives": sent}
-        return make_way(inputs.x, ranks=ranks, **named)
+        return make_way(inputs.x, tiles=self.tiles, cost=self.cost, negatives=sent, **named)
 
 
 def as_scalar(value: Any, features: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from megaclip.losses.settings import ClipLossSettings
 from megaclip.losses.sums import LossAndSums, LossInputs
 from megaclip.losses.way import Way
 from megaclip.ops.rows import finish_gradient, paired_products, softmax_pairs
-from megaclip.ops.types import Ids, Limits, Terms, accumulation_dtype
+from megaclip.ops.types import Terms, accumulation_dtype
 
 
 class ClipLoss(SummedLoss):
@@ -60,11 +60,12 @@ class ClipLoss(SummedLoss):
 
     def plain_sums(self, inputs: LossInputs, *, way: Way, gradients: bool) -> LossAndSums:
         x, y, alpha = inputs.x, inputs.y, working_scalar(inputs.logit_scale, inputs.x)
-        statistics = _statistics(inputs, alpha, self.settings, way)
+        options = (_left_out(inputs, self.settings), self.settings, way)
+        statistics = _statistics(inputs, alpha, *options)
         if not gradients:
             (loss,) = _means_over_ranks(statistics.loss, way=way)
             return LossAndSums(loss, *(alpha,) * 7)  # the caller uses only the loss
-        dx, dy, d_negatives, missing = _gradients(inputs, alpha, statistics, self.settings, way)
+        dx, dy, d_negatives, missing = _gradients(inputs, alpha, statistics, *options)
         # L is a function of alpha*x, so alpha * dL/d(alpha) = sum_i <x_i, dL/dx_i>. The dots lack this factor alpha.
         _, dots = finish_gradient(dx, x, y, statistics.pull, alpha)
         total = dots.sum() if missing is None else dots.sum() + missing
@@ -96,22 +97,20 @@ def _weights(inputs: LossInputs, settings: ClipLossSettings) -> float | Tensor:
     return torch.stack((weights / 2, weights / 2) if settings.symmetric else (weights, torch.zeros_like(weights)))
 
 
-def _masked_ids(inputs: LossInputs, settings: ClipLossSettings) -> Ids | None:
-    return (inputs.ids, inputs.ids) if settings.ids == "mask" and inputs.ids is not None else None
+def _left_out(inputs: LossInputs, settings: ClipLossSettings) -> dict[str, Any]:
+    """Return the arguments of the tiles that select the entries to leave out, by ids and by similarity."""
+    limit = None if settings.margin is None else paired_products(inputs.x, inputs.y) + settings.margin
+    return {
+        "ids": (inputs.ids, inputs.ids) if settings.ids == "mask" else None,
+        "limits": None if limit is None else (limit, limit),
+    }
 
 
-def _limits(inputs: LossInputs, settings: ClipLossSettings) -> Limits | None:
-    """Return the largest similarities of the rows and of the columns, each (b,)."""
-    if settings.margin is None:
-        return None
-    limit = paired_products(inputs.x, inputs.y) + settings.margin
-    return limit, limit
-
-
-def _statistics(inputs: LossInputs, alpha: Tensor, settings: ClipLossSettings, way: Way) -> _Statistics:
+def _statistics(
+    inputs: LossInputs, alpha: Tensor, left_out: dict[str, Any], settings: ClipLossSettings, way: Way
+) -> _Statistics:
     x, y, weights = inputs.x, inputs.y, _weights(inputs, settings)
     y_all = gather_columns(y, way)
-    left_out: dict[str, Any] = {"ids": _masked_ids(inputs, settings), "limits": _limits(inputs, settings)}
     row_lse, col_lse = distributed_stats(x, y, alpha, alpha, way=way, y_all=y_all, **left_out)
     shift, from_positives = None, None
     for side in (x, y) if settings.same_side else ():
@@ -149,7 +148,12 @@ def _from_positives(inputs: LossInputs, weights: float | Tensor, way: Way, y_all
 
 
 def _gradients(
-    inputs: LossInputs, alpha: Tensor, statistics: _Statistics, settings: ClipLossSettings, way: Way
+    inputs: LossInputs,
+    alpha: Tensor,
+    statistics: _Statistics,
+    left_out: dict[str, Any],
+    settings: ClipLossSettings,
+    way: Way,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the sums over the negatives dx, dy (b, D) and d_negatives, without factor alpha.
 
@@ -161,7 +165,6 @@ def _gradients(
     row_full, col_full = statistics.full_2b
     row = Terms(scale=alpha, shift=row_full, weight=row_weight)
     col = Terms(scale=alpha, shift=col_full, weight=col_weight)
-    left_out: dict[str, Any] = {"ids": _masked_ids(inputs, settings), "limits": _limits(inputs, settings)}
     found = distributed_grads(inputs.x, inputs.y, row, col, way=way, y_all=statistics.y_all, **left_out)
     dx, dy, d_negatives, missing = found.dx, found.dy, alpha.new_empty(0), None
     if settings.same_side:

@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from megaclip.comm.groups import named
-from megaclip.losses.first_order import first_order
 from megaclip.losses.id_order import needs_order
-from megaclip.losses.sums import LossInputs, finish_gradients, saved
+from megaclip.losses.sums import LossInputs, finish_gradients, first_order, saved
 from megaclip.ops import rows
 from megaclip.ops.types import accumulation_dtype
 
@@ -95,11 +94,12 @@ def register_loss(name: str, loss_class: type[SummedLoss]) -> Any:
         return sums, *(sums.new_empty(shape) for shape in shapes), places
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.loss = loss_class.__name__
         ctx.save_for_backward(*inputs[: len(LossInputs._fields)], *output[1:])
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
 
-    @first_order(loss_class.__name__)
+    @first_order
     def backward(ctx: Any, d_loss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         return *finish_gradients(d_loss, *saved(d_loss, ctx), _finish_both), *(None,) * 4
 

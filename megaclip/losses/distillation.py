@@ -27,8 +27,8 @@ from megaclip.comm.groups import resolve
 from megaclip.losses.agreement import check_features
 from megaclip.losses.batch_loss import BatchLoss, as_scalar, working_scalar
 from megaclip.losses.costs import LOSS_COSTS
-from megaclip.losses.distributed_tiles import BatchGrads, distributed_grads, distributed_stats, gather_columns
-from megaclip.losses.sums import LossAndSums, LossInputs, function_of_sums
+from megaclip.losses.distributed_tiles import BatchGrads, distributed_grads, distributed_stats
+from megaclip.losses.sums import FunctionOfSums, LossAndSums, LossInputs
 from megaclip.losses.way import Way, make_way
 from megaclip.ops.rows import paired_products
 from megaclip.ops.types import Terms
@@ -60,13 +60,13 @@ class DistillationLoss(BatchLoss):
         x, ranks = image_features, resolve(self.group)
         student = LossInputs(x, text_features, as_scalar(logit_scale, x))
         shapes = [tuple(getattr(one, "shape", ())) for one in (teacher_image_features, teacher_text_features)]
-        check_features(*student[:3], settings=self.settings, ranks=ranks, teacher_shapes=shapes)
+        check_features(student, settings=self.settings, ranks=ranks, teacher_shapes=shapes)
         cost = LOSS_COSTS["clip"]
         way = make_way(x, ranks=ranks, settings=self.settings, tiles=self.tiles, cost=cost, need_dots=True)
         u, v = (features.detach().to(x.dtype) for features in (teacher_image_features, teacher_text_features))
         teacher = LossInputs(u, v, as_scalar(teacher_logit_scale, x))
         evaluate = functools.partial(_sums, teacher=teacher, way=way)
-        loss: Tensor = function_of_sums("DistillationLoss").apply(evaluate, *student)
+        loss: Tensor = FunctionOfSums.apply("DistillationLoss", evaluate, *student)
         return loss
 
 
@@ -87,12 +87,12 @@ class _Softmax(NamedTuple):
     def gradients(self, way: Way, values: tuple[Tensor, Tensor] | None = None) -> BatchGrads:
         """Return the products of P, without the positives, with the features of columns and of rows, or `values`."""
         row, col = (Terms(self.scale, full, self.weight) for full in self.full_2b)
-        return distributed_grads(self.x, self.y, row, col, way=way, y_all=None, values=values)
+        return distributed_grads(self.x, self.y, row, col, way=way, values=values)
 
 
 def _softmax(inputs: LossInputs, way: Way) -> _Softmax:
     x, y, scale = inputs.x, inputs.y, working_scalar(inputs.logit_scale, inputs.x)
-    lse = distributed_stats(x, y, scale, scale, way=way, y_all=gather_columns(y, way))
+    lse = distributed_stats(x, y, scale, scale, way=way)
     positives = scale * paired_products(x, y)
     return _Softmax(x, y, scale, 1 / (2 * len(x)), positives, torch.logaddexp(torch.stack(lse), positives))
 

@@ -78,7 +78,7 @@ def distributed_stats(
     col_scale: Scalars,
     *,
     way: Way,
-    y_all: Tensor | None,
+    y_all: Tensor | None = None,
     ids: Ids | None = None,
     limits: Limits | None = None,
     positives: bool = True,
@@ -89,15 +89,16 @@ def distributed_stats(
     `col_lse_j = log sum_{i != j} exp(col_scale_j*s_ij)` over all B rows.
 
     x, y: local features (b, D). Scales: one value per local row or column (b,), or a number that is equal on all ranks.
-    y_all: the result of `gather_columns`. ids: those of the local rows and columns, in ascending order; those of a
-    positive are equal. None excludes positives only.
-    limits: those of the local rows and columns.
+    y_all: the result of `gather_columns`, if it exists. limits: those of the local rows and columns.
+    ids: those of the local rows and columns, in ascending order; those of a positive are equal. None excludes positives
+    only.
     """
     x, y = _as_sent(x, y, way)
     (row_ids, col_ids), (row_limits, col_limits) = ids or (None, None), limits or (None, None)
     own, values = (row_ids, row_limits), _PerSample((col_scale, col_ids, col_limits))
-    if y_all is None:
+    if way.exchange == "ring":
         return _ring_stats(x, y, row_scale, values, way, own, positives)
+    y_all = gather_rows(y, **_transfer(way)) if y_all is None else y_all
     gathered = values.gathered(way)
     offset = way.ranks.rank * len(x) if positives and ids is None else None  # equal ids include the positives
     parts = []
@@ -116,7 +117,7 @@ def distributed_grads(
     col: Terms,
     *,
     way: Way,
-    y_all: Tensor | None,
+    y_all: Tensor | None = None,
     ids: Ids | None = None,
     limits: Limits | None = None,
     positives: bool = True,

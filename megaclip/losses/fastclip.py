@@ -54,6 +54,7 @@ from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.estimators import SampleState, Ticket, check_ids, mean_per_row
 from megaclip.losses.global_contrastive import GlobalContrastive, Step
 from megaclip.losses.settings import VARIANTS, StandaloneFastClipSettings
+from megaclip.losses.sums import LossInputs
 from megaclip.losses.temperature import (
     U_COLUMNS,
     GlobalTemperature,
@@ -182,7 +183,8 @@ class FastClipLoss(BatchLoss):
         tensors = (image_features, text_features, self.temperature.log_scale)
         gradients = torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors)
         call = {"requires_grad": gradients, "training": self.training, "epoch": epoch}
-        check_features(image_features, text_features, own_scale, settings=self.settings, ranks=ranks, **call)
+        inputs = LossInputs(image_features, text_features, own_scale)
+        check_features(inputs, settings=self.settings, ranks=ranks, **call)
         if len(image_features) * ranks.size < 2:
             raise DataError("the batch of all ranks is 1 sample, which has no negatives; expected at least 2 samples")
         with raise_on_all_ranks(group=ranks):

@@ -12,9 +12,8 @@ from torch import Tensor
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
 from megaclip.losses.estimators import Ticket
-from megaclip.losses.first_order import first_order
 from megaclip.losses.settings import VARIANTS, StandaloneFastClipSettings
-from megaclip.losses.sums import gradient_of_scalar
+from megaclip.losses.sums import first_order, gradient_of_scalar
 from megaclip.losses.way import Way
 from megaclip.ops.rows import finish_gradients, paired_products
 from megaclip.ops.types import Terms, accumulation_dtype
@@ -73,7 +72,7 @@ class GlobalContrastive(torch.autograd.Function):
         # log(eps + u). With eps = 0 this is log u.
         log_eps = log_g.new_full((), math.log(step.eps) if step.eps > 0 else -math.inf)
         log_eps_u = torch.logaddexp(step.log_u, log_eps)
-        ctx.way, ctx.step = way, step
+        ctx.loss, ctx.way, ctx.step = "FastClipLoss", way, step
         ctx.save_for_backward(x, y, y_all, log_scale, tau_x, tau_y, s_ii, log_g, log_eps_u)
         terms = log_eps_u + step.rho
         if step.rule.multiplied:
@@ -84,7 +83,7 @@ class GlobalContrastive(torch.autograd.Function):
         return totals[0] / batch
 
     @staticmethod
-    @first_order("FastClipLoss")
+    @first_order
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         way: Way = ctx.way
         step: Step = ctx.step

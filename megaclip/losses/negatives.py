@@ -18,7 +18,6 @@ from megaclip.losses.distributed_tiles import (
     distributed_grads,
     distributed_sigmoid,
     distributed_stats,
-    gather_columns,
 )
 from megaclip.losses.segments import segment_sums
 from megaclip.losses.sums import LossInputs
@@ -37,9 +36,8 @@ def log_sum_exp(inputs: LossInputs, alpha: Tensor, way: Way, limits: Limits | No
         return alpha.new_full((len(x),), -math.inf), alpha
     if inputs.negative_rows is None:
         columns, ids = _columns(inputs, way)
-        y_all = gather_columns(columns, way)
         options: dict[str, Any] = {"ids": ids, "limits": _without_columns(limits, columns), "positives": False}
-        row_lse, col_lse = distributed_stats(x, columns, alpha, alpha, way=way, y_all=y_all, **options)
+        row_lse, col_lse = distributed_stats(x, columns, alpha, alpha, way=way, **options)
         return row_lse, col_lse.masked_fill(col_lse == -math.inf, 0.0)
     rows, similarities = inputs.negative_rows, _own_similarities(inputs, limits)
     logits = _left_out(alpha * similarities, inputs)
@@ -70,7 +68,7 @@ def softmax_gradients(
         # The shift keeps the exponentials of the columns finite, although their weight is 0.
         row, col = Terms(alpha, row_shift, row_weight), Terms(alpha, shift, torch.zeros_like(alpha))
         options: dict[str, Any] = {"ids": ids, "limits": _without_columns(limits, columns), "positives": False}
-        found = distributed_grads(x, columns, row, col, way=way, y_all=None, **options)
+        found = distributed_grads(x, columns, row, col, way=way, **options)
         return found.dx, found.dy[len(columns) - len(negatives) :]
     rows = inputs.negative_rows
     logits = _left_out(alpha * _own_similarities(inputs, limits), inputs)

@@ -2,6 +2,10 @@
 
 The backward pass multiplies these sums by the upstream gradient, adds the positives and rounds. It does not
 communicate.
+
+For autograd these gradients are constants, so second derivatives, such as those of a penalty on the gradients, would be
+silently wrong. `first_order` refuses them. PyTorch's `once_differentiable` does not detect them: it checks only the
+upstream gradient, which is a constant in `torch.autograd.grad(loss, features, create_graph=True)`.
 """
 
 import functools
@@ -11,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megaclip.losses.first_order import first_order
 from megaclip.ops.rows import finish_gradients as finish_both
 
 
@@ -89,23 +92,58 @@ def gradient_of_scalar(gradient: Tensor, scalar: Tensor) -> Tensor:
 Evaluate = Callable[[LossInputs], LossAndSums]
 
 
-@functools.cache
-def function_of_sums(name: str) -> type[torch.autograd.Function]:
-    """Return the autograd function of (evaluate, *LossInputs), whose value is the loss ().
+Backward = Callable[..., tuple[Tensor | None, ...]]
 
-    name: name of the loss, for the error of a second derivative.
+
+def first_order(backward: Backward) -> Backward:
+    """Decorate the backward function of a loss: it runs without autograd, and refuses a second derivative.
+
+    `ctx.loss` is the name of the loss, for the error. With `create_graph=True` the gradients depend on the upstream
+    gradient and on the saved tensors. Differentiating them raises RuntimeError.
     """
 
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, evaluate: Evaluate, *inputs: Any) -> Tensor:
-            loss, *sums = evaluate(LossInputs(*inputs))
-            ctx.save_for_backward(*inputs, *sums)
-            return loss
+    @functools.wraps(backward)
+    def run(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *d_outputs)
+        with torch.no_grad():
+            gradients = backward(ctx, *d_outputs)
+        sources = [t for t in (*d_outputs, *ctx.saved_tensors) if t is not None and t.requires_grad]
+        return tuple(
+            None if gradient is None else _Refusal.apply(ctx.loss, gradient, *sources) for gradient in gradients
+        )
 
-        @staticmethod
-        @first_order(name)
-        def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-            return None, *finish_gradients(d_loss, *saved(d_loss, ctx))
+    return run
 
-    return Function
+
+class _Refusal(torch.autograd.Function):
+    """Gradient of a loss as a function of its sources, which cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: str, gradient: Tensor, *sources: Tensor) -> Tensor:
+        ctx.loss = loss
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *d_outputs: Tensor) -> None:
+        raise RuntimeError(
+            f"the gradient of {ctx.loss} was differentiated again, for example by a gradient penalty with "
+            "create_graph=True; its gradients are exact but cannot be differentiated: compute the loss of the penalty "
+            "with plain PyTorch operations"
+        )
+
+
+class FunctionOfSums(torch.autograd.Function):
+    """The loss () as a function of its name, of what evaluates it, and of `LossInputs`."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, evaluate: Evaluate, *inputs: Any) -> Tensor:
+        loss, *sums = evaluate(LossInputs(*inputs))
+        ctx.loss = name
+        ctx.save_for_backward(*inputs, *sums)
+        return loss
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *finish_gradients(d_loss, *saved(d_loss, ctx))
