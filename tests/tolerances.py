@@ -246,6 +246,8 @@ COMPILED = Bound("compiled towers on a GPU", 1e-3, norm=True)
 # Attention in bfloat16: inputs are exact. Probabilities, their gradients and results are each rounded once. A gradient
 # of a probability is a difference of two rounded sums.
 ATTENTION = Bound("bfloat16 attention on a GPU", stored(torch.bfloat16, 4), norm=True)
+# The same in float32, under an interpreter.
+FLOAT32_ATTENTION = Bound("float32 attention in an interpreter", rounding(F32, 100), norm=True)
 # An MLP in bfloat16: the hidden layer before and after the activation, its gradient, and results are each rounded once.
 MLP = Bound("bfloat16 MLP on a GPU", stored(torch.bfloat16, 4), norm=True)
 

@@ -4,10 +4,10 @@
     python tools/bench_towers.py towers --model ViT-B-16 --batch 512 --json towers.json
 
 attention: forward and backward of `scaled_dot_product_attention`, ms, for every backend, length, mask and number of
-heads. "default" is PyTorch's own choice, "best" the fastest backend. The inputs have the layout of a block: the tokens
-of a sample side by side, all heads of a token side by side. In the rows "pooled", one query per sample attends to all
-tokens, as in the last block; causal ones have a mask. The calls are replayed as a CUDA graph, so the host's time for
-launches is left out.
+heads. "default" is PyTorch's own choice, "triton" MegaCLIP's kernels, "best" the fastest of all. The inputs have the
+layout of a block: the tokens of a sample side by side, all heads of a token side by side. In the rows "pooled", one
+query per sample attends to all tokens, as in the last block; causal ones have a mask. The calls are replayed as a CUDA
+graph, so the host's time for launches is left out.
 
 towers: forward and backward of each tower, ms, and its forward pass without a graph; peak memory of the activations;
 and seconds of the first call, which compiles. "plain" is PyTorch, "blocks" has all blocks except the last one compiled,
@@ -34,6 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megaclip.models import ClipModel, build_model, load_model_config
 from megaclip.models.blocks import ResidualBlock
 from megaclip.models.compilation import compiled_class
+from megaclip.ops.attention import attention, is_short
 
 BACKENDS = {
     "default": None,
@@ -97,12 +98,17 @@ def attention_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 run = _attention_call(batch, count, width, tokens, causal, pooled)
                 with nullcontext() if backend is None else sdpa_kernel(backend):
                     times[name] = _graph_milliseconds(run)
+            if not pooled and is_short(*2 * [torch.empty(1, 1, tokens, width)]):
+                run = _attention_call(batch, count, width, tokens, causal, pooled, triton=True)
+                times["triton"] = _graph_milliseconds(run)
             row |= {name: "-" if value is None else value for name, value in times.items()}
             measured = {name: value for name, value in times.items() if value is not None and name != "default"}
             yield row | {"best": min(measured, key=lambda name: measured[name], default="-")}
 
 
-def _attention_call(batch: int, heads: int, width: int, tokens: int, causal: bool, pooled: bool) -> Run:
+def _attention_call(
+    batch: int, heads: int, width: int, tokens: int, causal: bool, pooled: bool, triton: bool = False
+) -> Run:
     """Return a function that runs attention forward and backward on inputs in the layout of `Attention`."""
     q, k, v = (
         torch.randn(batch, length, heads * width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -114,7 +120,10 @@ def _attention_call(batch: int, heads: int, width: int, tokens: int, causal: boo
 
     def run() -> None:
         queries, keys, values = (x.unflatten(-1, (-1, width)).transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=causal and not pooled)
+        if triton:
+            out = attention(queries, keys, values, causal)
+        else:
+            out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=causal and not pooled)
         torch.autograd.grad(out.transpose(1, 2).flatten(2), (q, k, v), gradient)
 
     return run

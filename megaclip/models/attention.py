@@ -1,8 +1,9 @@
-"""Scaled dot-product attention by the fastest of PyTorch's backends for the shape.
+"""Scaled dot-product attention by the fastest kernels for the shape.
 
-On recent GPUs PyTorch prefers cuDNN's kernels. The memory-efficient kernels are faster for at most 64 tokens, the size
-of their tile, with heads of at most 64 channels. Forward and backward on an H200, bfloat16, 12 heads of 64 channels,
-1,024 samples, in ms (`python tools/bench_towers.py attention` prints every shape):
+Compiled towers on Hopper GPUs run the kernels of `ops/attention.py` for short sequences. Otherwise one of PyTorch's
+backends runs. On recent GPUs PyTorch prefers cuDNN's kernels. The memory-efficient kernels are faster for at most 64
+tokens, the size of their tile, with heads of at most 64 channels. Forward and backward on an H200, bfloat16, 12 heads
+of 64 channels, 1,024 samples, in ms (`python tools/bench_towers.py attention` prints every shape):
 
     tokens                    24     32     50     64     77    197
     cuDNN                   0.63   0.68   0.80   0.89   1.03   2.94
@@ -20,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megaclip.ops.attention import attention, has_attention, is_short
+
 _TILE = 64
 _EFFICIENT = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Backends for small shapes. Without an order of priority: PyTorch puts cuDNN first at its first attention, for the
@@ -35,6 +38,13 @@ def attend(
     causal: bool = False,
 ) -> torch.Tensor:
     """Return softmax(q k^T / sqrt(K)) v, (b, H, Q, K). mask: True for the keys that a query attends to."""
+    if (
+        torch.compiler.is_compiling()
+        and mask is None
+        and is_short(q_bHQK, k_bHLK)
+        and has_attention(q_bHQK.device, q_bHQK.dtype)
+    ):
+        return attention(q_bHQK, k_bHLK, v_bHLK, causal)
     if _prefers_efficient(q_bHQK, k_bHLK, mask):
         with sdpa_kernel(_EFFICIENT):
             return F.scaled_dot_product_attention(q_bHQK, k_bHLK, v_bHLK, attn_mask=mask, is_causal=causal)

@@ -19,6 +19,7 @@ from torch import nn
 
 from megaclip.errors import ConfigError, first_line
 from megaclip.logging import get_logger
+from megaclip.ops.attention import has_attention
 from megaclip.ops.mlp import has_mlp
 
 logger = get_logger(__name__)
@@ -44,6 +45,7 @@ def compiled_class(kind: type[nn.Module], *, recomputes: bool = False) -> type[n
     import torch._functorch.config
     import torch._inductor.config  # the compiler takes seconds to import, and most processes compile nothing
 
+    torch.compiler.assume_constant_result(has_attention)
     torch.compiler.assume_constant_result(has_mlp)
     torch._inductor.config.fallback_random = True  # inductor's own numbers would differ between the cache's two passes
     name = getattr(kind, "COMPILED", "forward")
