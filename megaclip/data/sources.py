@@ -225,7 +225,15 @@ def open_pairs(
     fields = dict(fields or {})
     keys_of_fields = {name: field.key for name, field in fields.items()}
     options = ReadingOptions(dataset_type, image_key, caption_key, image_root, id_column, keys_of_fields)
-    sources = [_open_readable(spec, options) for spec in specs]
+    sources = list[Source]()
+    for spec in specs:
+        with os_errors_as(DataError, f"cannot read data {public(spec)!r}"):
+            sources.append(_open_source(spec, options))
+        if id_column is not None and not isinstance(sources[-1], Table):
+            raise DataError(
+                f"data {spec!r} has no columns, and --id-key is {id_key!r}; use 'caption' or 'image', or convert the "
+                "data to a table"
+            )
     for spec, source in zip(specs, sources, strict=True):
         source.account.report(f"data {public(spec)!r}", len(source), max_bad_fraction)
     keys = [[key.name, key.weight] for key in weighted_keys(caption_key)]
@@ -317,19 +325,8 @@ def _facts(manifest: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "number of samples", manifest["samples"]
 
 
-def _open_readable(spec: str, options: ReadingOptions) -> Source:
-    """Return the source of a spec. Raises DataError, also if the system refuses to read the data."""
-    with os_errors_as(DataError, f"cannot read data {public(spec)!r}"):
-        source = _open_source(spec, options)
-    if options.id_column is not None and not isinstance(source, Table):
-        raise DataError(
-            f"data {spec!r} has no columns, and --id-key is {options.id_column!r}; use 'caption' or 'image', or "
-            "convert the data to a table"
-        )
-    return source
-
-
 def _open_source(spec: str, options: ReadingOptions) -> Source:
+    """Return the source of a spec. Raises DataError, or OSError if the system refuses to read the data."""
     kind = options.dataset_type
     if (spec.startswith("hf:") and not is_remote(spec)) or kind == "hub":
         return open_table([spec.removeprefix("hf:")], "hub", options)
@@ -444,7 +441,8 @@ def _look_into(folder: str, kind: str) -> tuple[str, list[str], list[str]]:
             first = {_type_of(path): path for path in reversed(paths)}
             known = (type_ for type_ in dict.fromkeys(_TYPE_OF_SUFFIX.values()) if type_ in first)
             kind = next((t for t in known if t == "webdataset" or not _describes_pictures(first[t])), "imagefolder")
-        _refuse_deeper_files(folder, {"webdataset": ["webdataset"], "imagefolder": ["webdataset", "parquet"]}.get(kind))
+        types = {"webdataset": ["webdataset"], "imagefolder": ["webdataset", "parquet"]}.get(kind, [])
+        _refuse_deeper_files(folder, types)
     if kind not in _TYPE_OF_SUFFIX.values():
         return kind, [folder], []
     files = [path for path in paths if _type_of(path) == kind]
@@ -457,12 +455,12 @@ def _look_into(folder: str, kind: str) -> tuple[str, list[str], list[str]]:
     return kind, files, sorted({*others} - {*files})
 
 
-def _refuse_deeper_files(folder: str, types: Sequence[str] | None) -> None:
+def _refuse_deeper_files(folder: str, types: Sequence[str]) -> None:
     """Raise DataError if a sub-folder holds files of these types. They would be left out."""
     for place, names in walk_folder(folder) if types else ():
         for name in sorted(names) if place != folder else ():
             path = os.path.join(place, name)
-            if not name.startswith(".") and _type_of(name) in (types or ()) and not _describes_pictures(path):
+            if not name.startswith(".") and _type_of(name) in types and not _describes_pictures(path):
                 every, here = (os.path.join(folder, *stars) + Path(name).suffix for stars in (("**", "*"), ("*",)))
                 raise DataError(
                     f"data {folder!r}: {path} is in a sub-folder; give '{every}' for the files of all folders, or "

@@ -48,14 +48,12 @@ NAME = "data_worker"
 _STACK_SIGNAL = signal.SIGUSR2
 _STACKS_WAIT_S = 1.0
 """Seconds in which workers write their stacks."""
-_DEATH_CHECK_S = 1.0
-"""Seconds between two checks that a worker is alive, while its result is waited for."""
+_CHECK_S = 1.0
+"""Seconds between two checks that the process at the other end of a connection exists."""
 _DEATH_WAIT_S = 1.0
 """Seconds to wait for the exit code of a worker whose connection has ended."""
 _KILL_WAIT_S = 5.0
 """Seconds to wait for the end of a killed worker, which may wait for a disk."""
-_PARENT_CHECK_S = 1.0
-"""Seconds between two checks of an idle worker whether its parent exists."""
 
 _timeout_s = WORKER_TIMEOUT_S
 _running: weakref.WeakSet[WorkerResults] = weakref.WeakSet()
@@ -185,7 +183,7 @@ class WorkerResults:
         which then does not end with the worker.
         """
         connection, deadline = self._connections[worker], time.monotonic() + self._timeout_s
-        while not connection.poll(max(0.0, min(_DEATH_CHECK_S, deadline - time.monotonic()))):
+        while not connection.poll(max(0.0, min(_CHECK_S, deadline - time.monotonic()))):
             if self.workers[worker].exitcode is not None and not connection.poll():
                 raise EOFError("it ended without a result")
             if time.monotonic() >= deadline:
@@ -248,7 +246,7 @@ def _work(
     threading.Thread(target=_send, args=(connection, answers), daemon=True).start()
     with contextlib.suppress(EOFError, ConnectionError):
         while os.getppid() == parent:  # another process that it has forked may hold the connection
-            if connection.poll(_PARENT_CHECK_S):
+            if connection.poll(_CHECK_S):
                 answers.put(_answer(function, connection.recv()))
 
 
