@@ -18,12 +18,17 @@ PADDING_ID = -1
 
 
 class BadSample(Exception):
-    """Raised for an unusable sample, which is counted under `kind`. detail: its key, if known, and the problem."""
+    """Raised for an unusable sample, which is counted under `kind`.
 
-    def __init__(self, kind: str, detail: str) -> None:
-        super().__init__(f"{kind}: {detail}")
-        self.kind = kind
-        self.detail = detail
+    detail: the sample (`RawSample.key`), if it is known, and the problem. shard: file of the sample, if it is known.
+    """
+
+    def __init__(self, kind: str, detail: str, shard: str = "") -> None:
+        super().__init__(kind, detail, shard)  # the arguments of a copy in another process
+        self.kind, self.detail, self.shard = kind, detail, shard
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}"
 
 
 @dataclasses.dataclass(frozen=True)

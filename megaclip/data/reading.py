@@ -55,21 +55,12 @@ class ReadableSet(Protocol):
 
 
 @dataclasses.dataclass
-class BadSampleReport:
-    """Kind, detail and shard of one bad sample."""
-
-    kind: str
-    detail: str
-    shard: str
-
-
-@dataclasses.dataclass
 class Loaded:
     """Result of a worker process."""
 
     batch: Batch | LabelledBatch | None
     """Batch without pixels, which are in memory that processes share, or None if `fatal` is set."""
-    bad_samples: list[BadSampleReport]
+    bad_samples: list[BadSample]
     """Bad samples that were found while the batch was read."""
     reads: int = 0
     """Number of samples that were read for the batch, bad ones and substitutes included."""
@@ -103,7 +94,7 @@ class TrainReader:
 
         Each sample is augmented by (seed, its epoch, its id). for_gpu: write files that a GPU decodes as they are.
         """
-        pairs, bad_samples = list[_Pair](), list[BadSampleReport]()
+        pairs, bad_samples = list[_Pair](), list[BadSample]()
         try:
             for target, sample_id, epoch in zip(images, ids.tolist(), epochs.tolist(), strict=True):
                 pairs.append(self._read_or_substitute(sample_id, epoch, target, for_gpu, bad_samples))
@@ -124,7 +115,7 @@ class TrainReader:
         )
 
     def _read_or_substitute(
-        self, sample_id: int, epoch: int, target: torch.Tensor, for_gpu: bool, bad_samples: list[BadSampleReport]
+        self, sample_id: int, epoch: int, target: torch.Tensor, for_gpu: bool, bad_samples: list[BadSample]
     ) -> _Pair:
         """Write an image into `target`, and return its pair. Raises DataError, also if all substitutes are bad."""
         seeds = (self.seed, epoch, sample_id)
@@ -183,14 +174,14 @@ class TrainReader:
 
 
 @contextlib.contextmanager
-def _noted(dataset: ReadableSet, sample_id: int, bad_samples: list[BadSampleReport]) -> Iterator[None]:
-    """Note the sample that the `with` statement reads, and append its report if it is bad. Raises DataError."""
+def _noted(dataset: ReadableSet, sample_id: int, bad_samples: list[BadSample]) -> Iterator[None]:
+    """Note the sample that the `with` statement reads, and append it if it is bad. Raises DataError."""
     has_pairs = isinstance(dataset, PairDataset)
     note_row(sample_id)
     try:
         yield
     except BadSample as bad:
-        bad_samples.append(BadSampleReport(bad.kind, bad.detail, dataset.shard_name(sample_id)))
+        bad_samples.append(BadSample(bad.kind, bad.detail, dataset.shard_name(sample_id)))
     except DataError as error:
         raise DataError(f"sample {sample_id}: {error}" if has_pairs else str(error)) from error
     except Exception as error:  # a source may raise any exception
@@ -249,7 +240,7 @@ class EvaluationReader:
         images.zero_()
         captions, kept = [[""]] * len(ids), np.full_like(ids, PADDING_ID)
         digests, lines = torch.zeros(2, len(ids), dtype=torch.int64)
-        bad_samples = list[BadSampleReport]()
+        bad_samples = list[BadSample]()
         try:
             for row in np.flatnonzero(ids != PADDING_ID).tolist():
                 with _noted(self.dataset, sample_id := int(ids[row]), bad_samples):
@@ -287,7 +278,7 @@ class BadSampleLog:
     _read: int = 0
     _shards: Counter[str] = dataclasses.field(default_factory=Counter)
 
-    def add(self, bad_samples: list[BadSampleReport], reads: int) -> None:
+    def add(self, bad_samples: list[BadSample], reads: int) -> None:
         """Count the bad samples among `reads` samples. Raises DataError, with the worst shards, above the limit."""
         self._read += reads
         for bad in bad_samples:

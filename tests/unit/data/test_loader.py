@@ -317,7 +317,7 @@ def test_bad_samples_are_counted_among_all_that_were_read(tmp_path):
     for _ in range(5):
         next(loader)
     assert loader._log._read == 5 * STEP + loader._log.counts.total() > 5 * STEP
-    log, bad = reading_module.BadSampleLog(0.01, ""), reading_module.BadSampleReport("missing image", "0", "0.tar")
+    log, bad = reading_module.BadSampleLog(0.01, ""), BadSample("missing image", "0", "0.tar")
     log.add([bad] * 20, reads=2000)
     with pytest.raises(DataError, match=r"21 of the 2001 samples read so far are bad"):
         log.add([bad], reads=1)
