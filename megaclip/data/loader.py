@@ -188,10 +188,7 @@ class TrainLoader:
         return part.batch
 
     def _decode(self, batch: TrainBatch, files: list[tuple[int, JpegCrop]]) -> None:
-        """Replace the JPEG files among the images of `batch` by their pixels; read a row again if the GPU refuses it.
-
-        files: row and crop of each of them.
-        """
+        """Replace the `files` (row, crop) among the images of `batch` by their pixels. Read refused ones again."""
         decoder, size = self._gpu_decoder, batch.images[0].numel()
         assert decoder is not None
         if len(files) < len(batch.images):

@@ -82,11 +82,8 @@ def crop_and_resize(images: list[Tensor], boxes: list[Box], size: int, interpola
     As in torch's kernel for the CPU (`images.resized_crop`), rows are resized first and rounded to 8 bits. The results
     differ by at most 2, because that kernel rounds its weights.
 
-    Args:
-        images: (3, H, W) uint8 each, contiguous, on one device.
-        boxes: left, top, width and height of each crop.
-        size: height and width of the results.
-        interpolation: "bicubic" or "bilinear".
+    images: (3, H, W) uint8 each, contiguous, on one device. boxes: left, top, width and height of each crop.
+    interpolation: "bicubic" or "bilinear".
     """
     device, heights = images[0].device, [height for *_, height in boxes]
     rows = [(image.data_ptr(), *image.shape[1:], *box) for image, box in zip(images, boxes, strict=True)]

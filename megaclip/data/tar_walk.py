@@ -95,8 +95,7 @@ def walk_shard(
     """Index one shard.
 
     Extensions are lower-case and without a dot. The first one that a sample has is used.
-    extensions_by_key: those of the captions, for each key of --caption-key, and then those of extra fields.
-    fields: number of extra fields.
+    extensions_by_key: those of the captions, for each key of --caption-key, and then those of extra `fields`.
     by_content: recognise images with other extensions by their first bytes, in samples without an image.
     """
     samples: dict[bytes, dict[str, tuple[int, int]]] = {}
