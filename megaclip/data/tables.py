@@ -128,9 +128,7 @@ class Table:
 
     def leave_out_unnamed(self, folder: str) -> None:
         """Account for the pictures in `folder` that no row names."""
-        named = set[str]()
-        for row, cell in enumerate(self.image_paths() or ()):
-            named.add(os.path.realpath(os.path.join(self._folder(row) or "", os.fsdecode(cell))))
+        named = set(map(os.path.realpath, self.image_files))
         for place, names in walk_folder(folder):
             for name in names:
                 path = os.path.join(place, name)
