@@ -265,8 +265,6 @@ def image_kind(head: bytes) -> str:
 
 def open_image(content: bytes) -> Image.Image:
     """Open an image file without decoding it. Raises BadSample if its format is unknown or its size is too large."""
-    if not content:
-        raise BadSample("undecodable image", "0 bytes")
     try:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
     except UnidentifiedImageError as error:  # Pillow's message contains only the address of a buffer
