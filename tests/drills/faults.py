@@ -116,42 +116,13 @@ class Trial:
             self.missed = True
 
 
-def rank_killed(trial: Trial) -> Verdict:
+def signalled(receiver: str, number: int, verdict: Verdict, trial: Trial) -> Verdict:
+    """Send a signal to one "rank", to the "launcher", which forwards SIGTERM to all ranks, or to "all" processes."""
     job = trial.start(**_maybe_async(trial))
     trial.some_time(job)
-    trial.send(trial.random.choice(job.ranks), signal.SIGKILL)
-    return Verdict((137,))
-
-
-def host_killed(trial: Trial) -> Verdict:
-    """Kill all processes at once with SIGKILL."""
-    job = trial.start(**_maybe_async(trial))
-    trial.some_time(job)
-    trial.send(-job.launcher, signal.SIGKILL)
-    return Verdict((-9,))
-
-
-def launcher_killed(trial: Trial) -> Verdict:
-    job = trial.start(**_maybe_async(trial))
-    trial.some_time(job)
-    trial.send(job.launcher, signal.SIGKILL)
-    return Verdict((-9,), saves_last_step=True)
-
-
-def sigterm(trial: Trial) -> Verdict:
-    """Send SIGTERM to the launcher, which forwards it to all ranks."""
-    job = trial.start(**_maybe_async(trial))
-    trial.some_time(job)
-    trial.send(job.launcher, signal.SIGTERM)
-    return Verdict((143,), saves_last_step=True)
-
-
-def sigusr1(trial: Trial) -> Verdict:
-    """Send SIGUSR1 to one rank."""
-    job = trial.start(**_maybe_async(trial))
-    trial.some_time(job)
-    trial.send(trial.random.choice(job.ranks), signal.SIGUSR1)
-    return Verdict((138,), saves_last_step=True)
+    receivers = {"rank": trial.random.choice(job.ranks), "launcher": job.launcher, "all": -job.launcher}
+    trial.send(receivers[receiver], number)
+    return verdict
 
 
 def rank_stopped(trial: Trial) -> Verdict:
@@ -444,9 +415,9 @@ def unmounted(folder: Path) -> Iterator[None]:
 
 
 FAULTS: dict[str, Callable[[Trial], Verdict]] = {
-    "rank_killed": rank_killed,
-    "host_killed": host_killed,
-    "launcher_killed": launcher_killed,
+    "rank_killed": partial(signalled, "rank", signal.SIGKILL, Verdict((137,))),
+    "host_killed": partial(signalled, "all", signal.SIGKILL, Verdict((-9,))),
+    "launcher_killed": partial(signalled, "launcher", signal.SIGKILL, Verdict((-9,), saves_last_step=True)),
     "killed_in_save": killed_in_save,
     "killed_in_async_save": partial(killed_in_save, async_save=""),
     "power_cut": power_cut,
@@ -457,8 +428,8 @@ FAULTS: dict[str, Callable[[Trial], Verdict]] = {
     "rank_stopped": rank_stopped,
     "network_cut": network_cut,
     "network_healed": network_healed,
-    "sigterm": sigterm,
-    "sigusr1": sigusr1,
+    "sigterm": partial(signalled, "launcher", signal.SIGTERM, Verdict((143,), saves_last_step=True)),
+    "sigusr1": partial(signalled, "rank", signal.SIGUSR1, Verdict((138,), saves_last_step=True)),
     "worker_killed": worker_killed,
     "shard_deleted": partial(shard_damaged, delete),
     "shard_truncated": partial(shard_damaged, truncate),

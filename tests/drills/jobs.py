@@ -8,6 +8,7 @@ other rank when one has failed.
 import contextlib
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -134,8 +135,6 @@ def _never_returns(function: Callable[[], int]) -> None:
         traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
-            import sys
-
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)

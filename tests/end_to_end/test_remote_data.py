@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megaclip.data import remote
 from tests.end_to_end.training_runs import flags, run_by_name, scalars, write_config
 from tests.unit.data.web_server import serving
 
@@ -19,12 +20,13 @@ def fault(path: str, number: int) -> int | str | None:
     return (None, 503, None, "truncated", None, None, "reset")[number % 7]
 
 
-def have_own_cache(folder: str, patch: pytest.MonkeyPatch, name: str) -> None:
+def have_own_cache_and_short_pauses(folder: str, patch: pytest.MonkeyPatch, name: str) -> None:
     patch.setenv("XDG_CACHE_HOME", folder)
+    patch.setattr(remote, "_FIRST_PAUSE_S", 0.01)
 
 
 def test_losses_are_those_of_local_files(tiny_run: Path, tmp_path: Path) -> None:
-    prepare = partial(have_own_cache, str(tmp_path / "cache"))
+    prepare = partial(have_own_cache_and_short_pauses, str(tmp_path / "cache"))
     config = write_config(tmp_path / "config.json", stage=0, gradient_accumulation_steps=None)
     served, train, runs = tmp_path / "served", tiny_run / "train", tmp_path / "runs"
     served.mkdir()
