@@ -12,7 +12,7 @@ import pytest
 from deepspeed import comm as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megaclip.engine import metrics, trainer
+from megaclip.engine import metrics
 from megaclip.engine.metrics import Curves, LossLevel, Metrics, StepMetrics
 from megaclip.engine.trainer import SkippedSteps
 from megaclip.errors import NonFiniteError
@@ -21,12 +21,10 @@ from megaclip.zero.settings import DeepSpeedMonitorConfig
 NO_MONITORS = DeepSpeedMonitorConfig()
 
 
-@pytest.fixture
-def warnings(monkeypatch) -> list[str]:
-    lines: list[str] = []
-    for log in (metrics.logger, trainer.logger):
-        monkeypatch.setattr(log, "warning", lambda text, *values: lines.append(text % values))
-    return lines
+def metrics_of(folder: Path, **changes: Any) -> Metrics:
+    """Return the metrics of a run of 40 steps. changes: other arguments."""
+    run = {"start_step": 0, "total_steps": 40, "global_batch": 8, "log_every": 10, "monitors": NO_MONITORS}
+    return Metrics(folder, first_rank=True, **run | changes)
 
 
 class FullMonitor:
@@ -44,18 +42,17 @@ def test_a_run_that_waits_for_samples_says_so_once(tmp_path, warnings, monkeypat
     """Steps take one second. The first one waits for the workers to start."""
     clock = itertools.count()
     monkeypatch.setattr(metrics.time, "monotonic", lambda: float(next(clock)))
-    settings = {"start_step": 0, "total_steps": 99, "global_batch": 1, "log_every": 9, "monitors": NO_MONITORS}
-    with Metrics(tmp_path, first_rank=True, **settings) as report:
+    with metrics_of(tmp_path) as report:
         for step in range(1, 40):
             report.record_step(step, StepMetrics(1.0, 1.0, 1.0, 1.0, data_wait_s=1.0 if step == 1 else wait_s))
-            assert len(warnings) == (expected if step > 10 else 0)
-    assert all("50 % of their time; set more --workers" in line for line in warnings)
+            assert len(warnings.messages) == (expected if step > 10 else 0)
+    assert all("50 % of their time; set more --workers" in line for line in warnings.messages)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Scalars("train/data_wait_s")[-1].value == pytest.approx(wait_s)
 
 
 def test_a_run_continues_without_curves_when_the_disk_is_full(
-    tmp_path: Path, warnings: list[str], monkeypatch, capfd
+    tmp_path: Path, warnings: pytest.LogCaptureFixture, monkeypatch, capfd
 ) -> None:
     """No file of this process may grow beyond 2,000 bytes, as on a full disk."""
     monitor = FullMonitor()
@@ -73,7 +70,7 @@ def test_a_run_continues_without_curves_when_the_disk_is_full(
         curves.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    of_monitor, of_tensorboard = warnings
+    of_monitor, of_tensorboard = warnings.messages
     assert "No space left on device" in of_monitor and monitor.calls == 1
     assert str(tmp_path) in of_tensorboard and "continues without curves" in of_tensorboard
     assert "Traceback" not in capfd.readouterr().err
@@ -110,11 +107,11 @@ def test_outputs_that_do_not_start_leave_the_run_without_curves(tmp_path: Path, 
     curves = Curves(tmp_path / "file" / "tensorboard", 0, DeepSpeedMonitorConfig(wandb={"enabled": True}))
     curves.write(1, {"loss": 1.0})
     curves.close()
-    assert len(warnings) == 2 and all("continues without curves" in line for line in warnings)
-    assert "(No API key configured. " in warnings[0]
+    assert ["continues without curves" in line for line in warnings.messages] == [True, True]
+    assert "(No API key configured. " in warnings.messages[0]
 
 
-def test_a_loss_far_above_its_level_is_logged_once(warnings: list[str]) -> None:
+def test_a_loss_far_above_its_level_is_logged_once(warnings: pytest.LogCaptureFixture) -> None:
     level, generator = LossLevel(), np.random.default_rng(0)
     losses = 3.0 * np.exp(-np.arange(300) / 200) + 0.05 * generator.standard_normal(300)
     losses[5] = 90.0  # too early: the level is not known yet
@@ -124,7 +121,7 @@ def test_a_loss_far_above_its_level_is_logged_once(warnings: list[str]) -> None:
     spikes = {step: spike for step, loss in enumerate(losses) if (spike := level.spike(step, loss)) is not None}
     assert list(spikes) == [150, 151, 152]
     assert all(spike > 10 for spike in spikes.values())
-    assert len(warnings) == 1 and "loss spike: 9 at step 150" in warnings[0]
+    assert len(warnings.messages) == 1 and "loss spike: 9 at step 150" in warnings.messages[0]
 
 
 def test_a_new_level_is_not_reported_as_a_spike_for_ever() -> None:
@@ -134,7 +131,7 @@ def test_a_new_level_is_not_reported_as_a_spike_for_ever() -> None:
     assert spikes[0] == 100 and 20 < len(spikes) < 60
 
 
-def test_skipped_steps_are_counted_and_limited(warnings: list[str]) -> None:
+def test_skipped_steps_are_counted_and_limited(warnings: pytest.LogCaptureFixture) -> None:
     skipped = SkippedSteps(limit=2)
     error = NonFiniteError("step 7: the loss is nan")
     for _ in range(2):
@@ -145,7 +142,7 @@ def test_skipped_steps_are_counted_and_limited(warnings: list[str]) -> None:
     with pytest.raises(NonFiniteError, match="after 2 skipped steps in a row, the limit of --on-nonfinite"):
         skipped.skip(error)
     assert skipped.total == 4
-    assert warnings[-1] == "step 7: the loss is nan; skipped, 2 in a row, 4 in all"
+    assert warnings.messages[-1] == "step 7: the loss is nan; skipped, 2 in a row, 4 in all"
 
 
 def test_the_first_non_finite_step_ends_a_run_with_advice_that_does_not_repeat_it() -> None:
@@ -172,10 +169,7 @@ def test_the_first_step_every_tenth_step_and_at_least_one_step_per_minute_are_lo
     monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now[0]))
     lines: list[int] = []
     monkeypatch.setattr(metrics.logger, "info", lambda text, step, *_: lines.append(step))
-    run = Metrics(
-        tmp_path, first_rank=True, start_step=3, total_steps=33, global_batch=8, log_every=10, monitors=NO_MONITORS
-    )
-    with run:
+    with metrics_of(tmp_path, start_step=3, total_steps=33) as run:
         for step in range(4, 34):
             now[0] += step_s
             run.record_step(step, StepMetrics(1.0, 2.0, 3.0, 4.0))
@@ -187,10 +181,7 @@ def test_the_rate_of_later_steps_leaves_out_the_first_step_which_compiles(tmp_pa
     monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now[0]))
     lines: list[str] = []
     monkeypatch.setattr(metrics.logger, "info", lambda text, *values: lines.append(text % values))
-    run = Metrics(
-        tmp_path, first_rank=True, start_step=0, total_steps=40, global_batch=8, log_every=10, monitors=NO_MONITORS
-    )
-    with run:
+    with metrics_of(tmp_path) as run:
         for step in range(1, 11):
             now[0] += 60.0 if step == 1 else 2.0
             run.record_step(step, StepMetrics(1.0, 2.0, 3.0, 4.0))
