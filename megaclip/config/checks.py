@@ -116,8 +116,6 @@ _HOMES: dict[str, type[BaseModel]] = {
 }
 """Sections whose settings are often written elsewhere."""
 
-_MONITOR_PACKAGES = {"wandb": "wandb", "comet": "comet_ml"}
-
 
 def check_ds_config(config: dict[str, Any]) -> DsConfig:
     """Return the contents of ds_config.json, typed. Raises ConfigError for the first mistake."""
@@ -228,7 +226,7 @@ def _check_values_that_deepspeed_misreads(values: dict[str, Any]) -> None:
 
 def _check_monitors(config: DsConfig) -> None:
     """Refuse monitors that DeepSpeed would fail to start. Without this check it fails after every rank has started."""
-    for monitor, package in _MONITOR_PACKAGES.items():
+    for monitor, package in (("wandb", "wandb"), ("comet", "comet_ml")):
         if getattr(config, monitor).enabled and not _is_installed(package):
             raise ConfigError(
                 f"{monitor}.enabled requires the package {package}, which is not installed; run  pip install {package}"
@@ -290,8 +288,8 @@ def _check_precision(config: DsConfig, values: dict[str, Any]) -> None:
 
 
 def _check_megaclip(config: DsConfig) -> None:
-    """Refuse settings of the section "megaclip" that do not work at the ZeRO stage, and overlap_comm without its
-    setting there."""
+    """Refuse settings of the section "megaclip" that do not work at the ZeRO stage or together, and overlap_comm
+    without its setting there."""
     section, zero = config.megaclip, config.zero_optimization
     if zero.stage == 1 and zero.overlap_comm and not section.coalesce_gradient_reduction:
         raise ConfigError(
@@ -300,17 +298,9 @@ def _check_megaclip(config: DsConfig) -> None:
         )
     if section.coalesce_gradient_reduction and zero.stage == 0:
         raise ConfigError("megaclip.coalesce_gradient_reduction has no effect at stage 0; use ZeRO stage 1, 2 or 3")
-    if section.layer_norm != "torch" and (name := _setting_that_compiles(section)):
-        raise ConfigError(
-            f"{name} true cannot be used with megaclip.layer_norm {section.layer_norm!r}: torch.compile does "
-            "not trace apex's kernels, and fuses PyTorch's layer norm itself; leave one of them out"
-        )
-
-
-def _setting_that_compiles(section: MegaclipSection) -> str | None:
-    """Return the name of a setting that is true and requires torch.compile, or None."""
-    settings = {"compile": section.compile, "selective_recompute": section.selective_recompute}
-    return next((f"megaclip.{name}" for name, value in settings.items() if value is True), None)
+    for name in ("compile", "selective_recompute"):
+        if getattr(section, name) is True and section.untraced:
+            raise ConfigError(f"megaclip.{name} true cannot be used with {section.untraced}; leave one of them out")
 
 
 def _check_lora(config: DsConfig) -> None:
@@ -322,11 +312,6 @@ def _check_lora(config: DsConfig) -> None:
     if decays or section.tensor_parallel_size > 1:
         name = decays[0] if decays else "tensor_parallel_size"
         raise ConfigError(f"megaclip.{name} {getattr(section, name)} cannot be used with megaclip.lora; leave it out")
-    if section.lora.dora and (compiling := _setting_that_compiles(section)):
-        raise ConfigError(
-            f"{compiling} true cannot be used with megaclip.lora.dora: torch.compile does not trace peft's layers of "
-            "DoRA; leave one of them out"
-        )
     if section.lora.dora and config.zero_optimization.stage == 3:
         raise ConfigError(
             "megaclip.lora.dora true cannot be used at zero_optimization.stage 3, which partitions the weights whose "
@@ -351,11 +336,6 @@ def _check_tensor_parallel(config: DsConfig) -> None:
         raise ConfigError(
             f"zero_optimization.{name} cannot be used with {setting}: DeepSpeed forms its groups from consecutive "
             "ranks, which hold different parts of the model; leave it out"
-        )
-    if compiling := _setting_that_compiles(config.megaclip):
-        raise ConfigError(
-            f"{compiling} true cannot be used with {setting}: torch.compile does not trace Megatron-core's "
-            "asynchronous all-reduce; leave it out"
         )
 
 

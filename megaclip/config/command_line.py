@@ -29,9 +29,6 @@ MOST_WORKERS = 1024
 DEFAULT_SKIPS_IN_A_ROW = 10
 """Default of N in --on-nonfinite skip:N, the largest number of consecutive skipped updates."""
 
-_LARGEST_SEED = 2**64 - 1
-"""PyTorch's generators accept no larger seed."""
-
 DatasetType = Literal["auto", "webdataset", "parquet", "csv", "json", "imagefolder", "saved", "hub"]
 DATASET_TYPES = get_args(DatasetType)
 """Values of --dataset-type, also in other commands."""
@@ -204,7 +201,7 @@ class TrainArguments(BaseModel):
     """power of the decay (const-cooldown)"""
     lr_cooldown_end: float = Field(default=0.0, ge=0)
     """last learning rate (const-cooldown)"""
-    seed: int = Field(default=0, ge=0, le=_LARGEST_SEED)
+    seed: int = Field(default=0, ge=0, le=2**64 - 1)  # PyTorch's generators accept no larger seed
     """seed of the data order, augmentation, initialisation and dropout"""
     stop_after_steps: Positive | None = None
     """number of steps, counted from the start of the run, after which the run saves and stops; the schedule stays that
@@ -291,9 +288,7 @@ class TrainArguments(BaseModel):
     @field_validator("*")
     @classmethod
     def _refuse_empty(cls, value: Any) -> Any:
-        if value == "" or (
-            isinstance(value, list) and "" in value
-        ):  # for example "$WEIGHTS" if the variable is not set
+        if value == "" or (isinstance(value, list) and "" in value):  # "$WEIGHTS" if the variable is not set
             raise ValueError("the value is empty; give it a value, or leave it out")
         return value
 

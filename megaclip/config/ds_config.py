@@ -106,18 +106,14 @@ class DsConfig(_Strict):
     timers: _Timers = _Timers()
 
 
-def elements_kept_gathered(reuse_distance: int, live: int, prefetched: int, *, offloads: bool) -> int:
-    """Return the number of a tower's elements that ZeRO-3 keeps gathered from one pass over the tower to the next.
+def count_kept(sizes: Sequence[int], reuse_distance: int, live: int, prefetched: int, *, offloads: bool) -> int:
+    """Return how many of a tower's last parameters ZeRO-3 keeps gathered from one pass over the tower to the next.
 
     Between a forward pass and its backward pass all later parameters are used twice. So half of DeepSpeed's reuse
     distance covers a tower of that size. With offload_param none is kept, to use the least memory.
 
-    reuse_distance, live, prefetched: stage3_max_reuse_distance, stage3_max_live_parameters and
-        stage3_prefetch_bucket_size.
+    sizes: elements of each parameter. reuse_distance, live, prefetched: stage3_max_reuse_distance,
+        stage3_max_live_parameters and stage3_prefetch_bucket_size.
     """
-    return 0 if offloads else max(0, min(reuse_distance // 2, live - prefetched))
-
-
-def count_kept(sizes: Sequence[int], limit: int) -> int:
-    """Return how many of the last parameters have at most `limit` elements in all. sizes: elements of each."""
+    limit = 0 if offloads else min(reuse_distance // 2, live - prefetched)
     return sum(total <= limit for total in itertools.accumulate(reversed(sizes)))

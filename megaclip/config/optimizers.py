@@ -89,9 +89,18 @@ NEED_WHOLE_TENSORS = {
 UNTESTED_BY_DEEPSPEED = ("SGD", "Lion")
 """Optimizers that are correct on flat pieces, and that DeepSpeed accepts with zero_allow_untested_optimizer only."""
 
-_MUON = ("muon", "muonwithauxadam")
-"""DeepSpeed's Muon, which is refused (`params_model`)."""
-_COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")
+_REFUSED = {
+    **dict.fromkeys(
+        ("onebitadam", "onebitlamb", "zerooneadam"),
+        "it replaces the gradient reduction that the gradient cache relies on; use AdamW",
+    ),
+    **dict.fromkeys(
+        ("muon", "muonwithauxadam"),
+        "at ZeRO-1 to 3 DeepSpeed measures and clips Muon's update instead of the gradient, so gradient_clipping and "
+        "the check for NaN would not apply to the gradient; use AdamW or Lion",
+    ),
+}
+"""Optimizer of DeepSpeed, in lower case and without underscores -> reason why it is refused, and what to do."""
 
 
 class Optimizer(BaseModel):
@@ -110,17 +119,8 @@ def params_model(optimizer_type: Any) -> type[OptimizerParams]:
     """Return the model of optimizer.params. Raises ConfigError if the optimizer is not supported."""
     if isinstance(optimizer_type, str) and optimizer_type in _PARAMS:
         return _PARAMS[optimizer_type]
-    if str(optimizer_type).lower().replace("_", "") in _COMPRESSED:
-        raise ConfigError(
-            f"optimizer.type {optimizer_type!r} cannot be used: it replaces the gradient reduction that the gradient "
-            "cache relies on; use AdamW"
-        )
-    if str(optimizer_type).lower() in _MUON:
-        raise ConfigError(
-            f"optimizer.type {optimizer_type!r} cannot be used: at ZeRO-1 to 3 DeepSpeed measures and clips Muon's "
-            "update instead of the gradient, so gradient_clipping and the check for NaN would not apply to the "
-            "gradient; use AdamW or Lion"
-        )
+    if reason := _REFUSED.get(str(optimizer_type).lower().replace("_", "")):
+        raise ConfigError(f"optimizer.type {optimizer_type!r} cannot be used: {reason}")
     raise ConfigError(
         f"optimizer.type is {optimizer_type!r}; use one of {', '.join(_PARAMS)}"
         f"{nearest(str(optimizer_type), set(_PARAMS))}"
@@ -149,17 +149,13 @@ def check_optimizer(optimizer: Optimizer, *, zero_stage: int, offload: bool) -> 
             "zero_optimization.offload_optimizer out"
         )
     if isinstance(params, AdamParams):
-        _check_adam(kind, params)
+        deepspeed_only = sorted({"bias_correction", "fp32_optimizer_states"} & params.model_fields_set)
+        if params.torch_adam and deepspeed_only:
+            raise ConfigError(
+                f"optimizer.params.{deepspeed_only[0]} has no effect with optimizer.params.torch_adam, which selects "
+                "PyTorch's Adam; leave one of them out"
+            )
+        if kind == "AdamW" and not params.adam_w_mode:
+            raise ConfigError("optimizer.params.adam_w_mode false has no effect with optimizer.type AdamW; use Adam")
     if isinstance(params, SgdParams) and params.nesterov and not params.momentum:
         raise ConfigError("optimizer.params.nesterov requires optimizer.params.momentum above 0; set it")
-
-
-def _check_adam(kind: str, params: AdamParams) -> None:
-    deepspeed_only = sorted({"bias_correction", "fp32_optimizer_states"} & params.model_fields_set)
-    if params.torch_adam and deepspeed_only:
-        raise ConfigError(
-            f"optimizer.params.{deepspeed_only[0]} has no effect with optimizer.params.torch_adam, which selects "
-            "PyTorch's Adam; leave one of them out"
-        )
-    if kind == "AdamW" and not params.adam_w_mode:
-        raise ConfigError("optimizer.params.adam_w_mode false has no effect with optimizer.type AdamW; use Adam")

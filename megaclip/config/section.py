@@ -166,6 +166,23 @@ class MegaclipSection(LossSettings):
         raise ValueError('write "auto" or a number of graphs, 0 or more')
 
     @property
+    def untraced(self) -> str:
+        """Setting with which torch.compile cannot run the towers, and the reason; empty if there is none."""
+        if self.layer_norm != "torch":
+            return (
+                f"megaclip.layer_norm {self.layer_norm!r}: torch.compile does not trace apex's kernels, and fuses "
+                "PyTorch's layer norm itself"
+            )
+        if self.tensor_parallel_size > 1:
+            return (
+                f"megaclip.tensor_parallel_size {self.tensor_parallel_size}: torch.compile does not trace "
+                "Megatron-core's asynchronous all-reduce"
+            )
+        if self.lora is not None and self.lora.dora:
+            return "megaclip.lora.dora: torch.compile does not trace peft's layers of DoRA"
+        return ""
+
+    @property
     def is_global(self) -> bool:
         """True for the global losses, which have per-sample state and their own temperature."""
         return self.loss in VARIANTS

@@ -22,7 +22,7 @@ are updated.
 
 from dataclasses import dataclass, field
 
-from megaclip.config.ds_config import count_kept, elements_kept_gathered
+from megaclip.config.ds_config import count_kept
 from megaclip.planner.workload import Parameters, Workload
 
 
@@ -188,7 +188,5 @@ def kept_elements(workload: Workload, large: Parameters, *, offloads: bool) -> i
     the last of a partly locked tower.
     """
     zero, sizes = workload.zero, (*large.frozen, *large.trainable)
-    limit = elements_kept_gathered(
-        zero.max_reuse_distance, zero.max_live_parameters, zero.prefetch_bucket_size, offloads=offloads
-    )
-    return sum(sizes[len(sizes) - count_kept(sizes, limit) :])
+    limits = zero.max_reuse_distance, zero.max_live_parameters, zero.prefetch_bucket_size
+    return sum(sizes[len(sizes) - count_kept(sizes, *limits, offloads=offloads) :])

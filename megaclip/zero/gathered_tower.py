@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils import _pytree as pytree
 
-from megaclip.config.ds_config import count_kept, elements_kept_gathered
+from megaclip.config.ds_config import count_kept
 
 _Parameters = list[Any]
 """Parameters with the attributes that DeepSpeed's ZeRO-3 adds to them."""
@@ -39,8 +39,8 @@ class GatheredTower:
     """Keeps parameters gathered from one pass to the next in a step. Below ZeRO-3 it does nothing.
 
     Those below the persistence threshold stay gathered in both towers. The others are gathered by the first pass that
-    uses them, and released when the other tower's passes begin, or at the end. `elements_kept_gathered` limits
-    their number.
+    uses them, and released when the other tower's passes begin, or at the end. `count_kept` limits their
+    number.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
@@ -71,15 +71,16 @@ class GatheredTower:
         self.release()
         self._towers = towers
         offload = self._engine.zero_offload_param()
-        limit = elements_kept_gathered(
+        parameters: _Parameters = [parameter for tower in towers for parameter in tower.parameters()]
+        large = [parameter for parameter in parameters if not parameter.ds_persist]
+        kept = count_kept(
+            [parameter.ds_numel for parameter in large],
             self._engine.zero_max_reuse_distance(),
             self._engine.zero_max_live_parameters(),
             self._engine.zero_prefetch_bucket_size(),
             offloads=offload is not None and offload.device != OffloadDeviceEnum.none and len(towers) == 1,
         )
-        parameters: _Parameters = [parameter for tower in towers for parameter in tower.parameters()]
-        large = [parameter for parameter in parameters if not parameter.ds_persist]
-        self._kept = large[len(large) - count_kept([parameter.ds_numel for parameter in large], limit) :]
+        self._kept = large[len(large) - kept :]
         _keep(self._kept)
 
     def release(self) -> None:
