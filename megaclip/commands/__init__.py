@@ -106,7 +106,17 @@ def _run() -> int | str | None:
         if not {"-h", "--help"} & set(rest):
             check_environment(joins_ranks=command.joins_ranks)
         importlib.import_module("megaclip.zero")  # refuses other versions of DeepSpeed before their internals are used
-        return _start(command.module)
+        if command.module.endswith(".py"):
+            runpy.run_path(str(Path(megaclip.__file__).parent / command.module), run_name="__main__")
+            return 0
+        return importlib.import_module(f"megaclip.commands.{command.module}").main()
+    except OSError as error:
+        if (advice := _PATH_ADVICE.get(error.errno or 0)) is None or "--debug-traceback" in sys.argv:
+            raise
+        # On every rank that has it: unlike a `MegaclipError`, it may be the error of one rank alone.
+        print(f"error: {MegaclipError(f'{first_line(error)}; {advice}')}", file=sys.stderr)
+        # Permissions may change while a run trains, so that a restart may succeed.
+        return 1 if error.errno == errno.EACCES else REFUSED_EXIT_CODE
     except MegaclipError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0" or not {"LOCAL_SIZE", "LOCAL_WORLD_SIZE"} & set(os.environ):
             print(f"error: {error}", file=sys.stderr)  # once per host, if a launcher has started this rank
@@ -123,22 +133,6 @@ def known_command(name: str) -> Command:
             f"unknown command {name!r}; expected one of {', '.join(COMMANDS)}{nearest(name, set(COMMANDS))}"
         )
     return COMMANDS[name]
-
-
-def _start(module: str) -> int | str | None:
-    """Run a command; return its exit code, or an error message."""
-    try:
-        if module.endswith(".py"):
-            runpy.run_path(str(Path(megaclip.__file__).parent / module), run_name="__main__")
-            return 0
-        return importlib.import_module(f"megaclip.commands.{module}").main()
-    except OSError as error:
-        if (advice := _PATH_ADVICE.get(error.errno or 0)) is None or "--debug-traceback" in sys.argv:
-            raise
-        # On every rank that has it: unlike a `MegaclipError`, it may be the error of one rank alone.
-        print(f"error: {MegaclipError(f'{first_line(error)}; {advice}')}", file=sys.stderr)
-        # Permissions may change while a run trains, so that a restart may succeed.
-        return 1 if error.errno == errno.EACCES else REFUSED_EXIT_CODE
 
 
 def _log_as_megaclip(record: logging.LogRecord) -> bool:

@@ -37,11 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def check(folder: Path) -> list[tuple[str, ...]]:
     """Return the row of each checkpoint in `folder`, or of `folder` itself: name, time of the save (UTC), size in MiB,
-    "whole", "damaged" or "incomplete", and the problems.
-
-    Raises:
-        CheckpointError: there is nothing to check.
-    """
+    "whole", "damaged" or "incomplete", and the problems. Raises CheckpointError if there is nothing to check."""
     from megaclip.checkpoint import search  # torch is imported after the flags are read
     from megaclip.checkpoint.manifest import MANIFEST
 

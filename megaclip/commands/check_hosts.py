@@ -32,10 +32,6 @@ _LIMIT_S = 300.0
 
 def main(argv: list[str] | None = None) -> int:
     quiet_deepspeed()
-    return check(argument_parser().parse_args(argv))
-
-
-def argument_parser() -> argparse.ArgumentParser:
     parser = CommandParser(__doc__)
     parser.add_argument("--logs", type=Path, help="folder that all hosts must share")
     parser.add_argument("--train-data", nargs="*", default=[], metavar="DATA", help="data that all hosts must see")
@@ -44,14 +40,13 @@ def argument_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("training", nargs=argparse.REMAINDER, help="arguments of megaclip train, after --")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed passes it
-    return parser
+    return check(parser.parse_args(argv))
 
 
 def check(arguments: argparse.Namespace) -> int:
     """Run this rank's part of the check, and print the table on the first rank; return the exit code, equal on all.
 
-    Raises:
-        ConfigError: the command line is refused, or ranks cannot be reached.
+    Raises ConfigError if the command line is refused, or ranks cannot be reached.
     """
     logs, data, ops = arguments.logs, arguments.train_data, []
     if arguments.training:
@@ -78,8 +73,7 @@ def check(arguments: argparse.Namespace) -> int:
 def exchange(store: TCPStore, key: str, text: str, rank: int, ranks: int) -> list[str]:
     """Return the texts of all ranks. The first rank, which may contain the store, returns last.
 
-    Raises:
-        ConfigError: ranks have not sent their text in time.
+    Raises ConfigError if ranks have not sent their text in time.
     """
     try:
         texts = synchronize(store, text.encode(), rank, ranks, f"{key}/", _LIMIT_S)

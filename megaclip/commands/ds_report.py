@@ -10,7 +10,6 @@ from megaclip.errors import ConfigError
 
 
 def main() -> None:
-    """Print both reports."""
     parser = CommandParser(__doc__)
     parser.add_argument("--hide_operator_status", action="store_true", help="leave out the table of DeepSpeed's ops")
     parser.add_argument("--hide_errors_and_warnings", action="store_true", help="leave out why ops cannot be built")
@@ -18,16 +17,10 @@ def main() -> None:
     from deepspeed.env_report import cli_main  # torch is imported after the flags are read
 
     import megaclip.losses  # noqa: F401  (registers the op)
-
-    cli_main()
-    print_optional_packages()
-
-
-def print_optional_packages() -> None:
-    """Print whether Megatron-core and NVIDIA apex can be used, and why not."""
     from megaclip.comm.parallelism import require_megatron
     from megaclip.models.layers import require_apex
 
+    cli_main()
     print("MegaCLIP's optional packages:")
     for name, require in (("megatron-core", require_megatron), ("apex", require_apex)):
         try:

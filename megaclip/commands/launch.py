@@ -61,9 +61,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
 def launch(arguments: argparse.Namespace, command: list[str]) -> NoReturn:
     """Run this host's agent to the end of the run, and exit.
 
-    Raises:
-        ConfigError: an argument is refused.
-        RendezvousError: too few hosts have come, or the store cannot be reached.
+    Raises ConfigError if an argument is refused, and RendezvousError if too few hosts have come, or the store cannot be
+    reached.
     """
     try:
         config, program, words = config_from_args(arguments)
@@ -127,8 +126,7 @@ def _connected(parameters: RendezvousParameters, limit_s: int) -> tuple[Any, Any
 def checked_training(config: LaunchConfig, training: list[str]) -> Callable[[], int]:
     """Return the function that returns the step of the newest complete checkpoint of a training, 0 without one.
 
-    Raises:
-        ConfigError: an argument of the training is refused, or a restart could not resume it.
+    Raises ConfigError if an argument of the training is refused, or a restart could not resume it.
     """
     run = parse_arguments(training)
     settings, fewer = load_training_config(run.deepspeed_config, run.set), config.max_nodes > config.min_nodes

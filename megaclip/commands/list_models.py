@@ -10,7 +10,6 @@ A model is listed as running if its towers can be built and run a forward and a 
 tensors have shapes but no values.
 """
 
-import argparse
 import logging
 from importlib import metadata
 
@@ -25,7 +24,9 @@ OWN, OPEN_CLIP = "MegaCLIP", "open_clip"
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    parser = CommandParser(__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="models (default: all of open_clip's)")
+    arguments = parser.parse_args()
     from megaclip.models.descriptions import model_file  # torch is imported after the flags are read
     from megaclip.models.open_clip_config import open_clip_descriptions
 
@@ -36,12 +37,6 @@ def main() -> None:
     for name in names:
         model_file(name)
     print(table(names), end="")
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = CommandParser(__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="models (default: all of open_clip's)")
-    return parser.parse_args()
 
 
 def table(names: list[str]) -> str:

@@ -16,19 +16,8 @@ from megaclip.engine.schedule import RunLength
 from megaclip.errors import ConfigError
 from megaclip.logging import format_count
 from megaclip.models import load_model_config
-from megaclip.planner import (
-    Cluster,
-    Rates,
-    Workload,
-    advice,
-    advice_beyond_settings,
-    describe,
-    faster_run,
-    largest_batch,
-    plan_memory,
-    time_of,
-)
-from megaclip.planner.cluster import gpu_preset, parse_size
+from megaclip.planner import Cluster, Rates, Workload, advice, describe, faster_run, largest_batch, plan_memory, time_of
+from megaclip.planner.cluster import gpu_preset
 from megaclip.planner.compile_estimate import check_recomputation, compile_estimate
 from megaclip.planner.report import data_text, graphs_text, loss_table, memory_table, micro_batch_table, time_table
 from megaclip.planner.search import micro_batches
@@ -42,16 +31,12 @@ _MOST_GPUS = 16
 def described_run(arguments: argparse.Namespace) -> tuple[Workload, Cluster]:
     """Return the run and the machines that the flags of `plan_parser` describe.
 
-    Raises:
-        ConfigError: the run would refuse its settings, or a flag is missing or has no effect.
+    Raises ConfigError if the run would refuse its settings, or a flag is missing or has no effect.
     """
     short = ((setting, getattr(arguments, flag[2:].replace("-", "_"))) for flag, setting in SETTINGS.items())
     changes = [*arguments.set, *(f"{setting}={value}" for setting, value in short if value is not None)]
     config = load_training_config(arguments.deepspeed_config, changes)
-    cluster = _cluster(arguments, config)
-    cores = arguments.cores or (os.cpu_count() if arguments.here else None)
-    decoded = arguments.samples_per_core or cluster.rates.decoded
-    cluster = replace(cluster, cores=cores, rates=replace(cluster.rates, decoded=decoded))
+    cluster = _cluster(arguments)
     workload = _workload(arguments, config, cluster)
     if workload.sample_columns and not workload.samples:
         raise ConfigError(
@@ -63,28 +48,34 @@ def described_run(arguments: argparse.Namespace) -> tuple[Workload, Cluster]:
     return workload, cluster
 
 
-def _cluster(arguments: argparse.Namespace, config: TrainingConfig) -> Cluster:
-    if arguments.here:
-        return _clusters_like_this(arguments, config)
-    counts = {name: count for name in ("gpus", "hosts") if (count := getattr(arguments, name)) is not None}
-    if counts.get("gpus", 0) > _MOST_GPUS and "hosts" not in counts:
+def _cluster(arguments: argparse.Namespace) -> Cluster:
+    if (arguments.gpus or 0) > _MOST_GPUS and arguments.hosts is None and not arguments.here:
         raise ConfigError(
             f"--gpus {arguments.gpus} is the number per host; give the number of hosts too, for example --gpus 8 "
             f"--hosts {math.ceil(arguments.gpus / 8)}, or --hosts 1 for one host"
         )
-    return described_cluster(arguments, **counts)
+    hosts = arguments.hosts or 1
+    if arguments.here:
+        here = _this_machine(arguments)
+        described = described_cluster(arguments, gpu=here.name, gpus=here.gpus_per_host, hosts=hosts)
+        cluster = replace(here, hosts=hosts, rates=described.rates)
+    else:
+        cluster = described_cluster(arguments, gpus=arguments.gpus or 8, hosts=hosts)
+    cores = arguments.cores or (os.cpu_count() if arguments.here else None)
+    decoded = arguments.samples_per_core or cluster.rates.decoded
+    return replace(cluster, cores=cores, rates=replace(cluster.rates, decoded=decoded))
 
 
-def described_cluster(arguments: argparse.Namespace, **counts: Any) -> Cluster:
-    """Return the cluster that the flags of `add_machine_flags` describe, with these numbers of GPUs and hosts."""
+def described_cluster(arguments: argparse.Namespace, **machine: Any) -> Cluster:
+    """Return the cluster that the flags of `add_machine_flags` and `machine`, arguments of `describe`, describe."""
     names = ("gpu", "gpu_memory", "host_memory", "disk", "link", "network")
-    described = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    rates = Rates.read(arguments.rates, gpu_preset(arguments.gpu or "h200")[1]) if arguments.rates else None
-    return describe(rates=rates, **described, **counts)
+    machine |= {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    rates = Rates.read(arguments.rates, gpu_preset(machine.get("gpu", "h200"))[1]) if arguments.rates else None
+    return describe(rates=rates, **machine)
 
 
-def _clusters_like_this(arguments: argparse.Namespace, config: TrainingConfig) -> Cluster:
-    """Return hosts like this machine, with the memory that is free on it now."""
+def _this_machine(arguments: argparse.Namespace) -> Cluster:
+    """Return this machine, with the memory that is free on it now."""
     from megaclip.engine.preflight import this_machine
 
     if measured := [name for name in ("gpu", "gpu_memory", "host_memory", "disk") if getattr(arguments, name)]:
@@ -92,11 +83,7 @@ def _clusters_like_this(arguments: argparse.Namespace, config: TrainingConfig) -
     here = torch.cuda.device_count()
     if here and (arguments.gpus or 0) > here:
         raise ConfigError(f"--gpus {arguments.gpus}: this machine has {here}; use --gpu instead of --here for another")
-    cluster = this_machine(arguments.gpus or max(1, here), Path.cwd())
-    rates = Rates.read(arguments.rates, cluster.rates) if arguments.rates else cluster.rates
-    links = ("link", "network")
-    given = {name: parse_size(value, f"--{name}") for name in links if (value := getattr(arguments, name)) is not None}
-    return replace(cluster, hosts=arguments.hosts or 1, rates=replace(rates, **given))
+    return this_machine(arguments.gpus or max(1, here), Path.cwd())
 
 
 def _workload(arguments: argparse.Namespace, config: TrainingConfig, cluster: Cluster) -> Workload:
@@ -158,7 +145,7 @@ def print_plan(workload: Workload, cluster: Cluster) -> int:
     faster = faster_run(workload, cluster)
     if plan.refusals:
         print("this run DOES NOT FIT: " + "; ".join(plan.refusals))
-        for change in advice(workload, cluster) or [advice_beyond_settings(workload)]:
+        for change in advice(workload, cluster):
             print(f"  it would with {change}")
     else:
         print("this run fits")

@@ -19,8 +19,13 @@ PACKAGE = Path(__file__).parents[1]
 def main() -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("name", nargs="?", metavar="NAME", help="page or file (default: list all)")
-    name = parser.parse_args().name
-    print(names() if name is None else file(name).read_text(encoding="utf-8").rstrip("\n"))
+    name, known = parser.parse_args().name, files()
+    if name is None:
+        print_names(known)
+    elif name in known:
+        print(known[name].read_text(encoding="utf-8").rstrip("\n"))
+    else:
+        raise ConfigError(f"there is no page or file {name!r}{nearest(name, set(known))}; megaclip show lists them")
 
 
 def files() -> dict[str, Path]:
@@ -33,20 +38,9 @@ def files() -> dict[str, Path]:
     return pages | scripts | configs_by_name | examples
 
 
-def file(name: str) -> Path:
-    """Return the path of a page or file. Raises ConfigError for an unknown name."""
-    known = files()
-    if name not in known:
-        raise ConfigError(f"there is no page or file {name!r}{nearest(name, set(known))}; megaclip show lists them")
-    return known[name]
-
-
-def names() -> str:
-    """Return the list of all names, with the titles of the pages."""
-    known = files()
+def print_names(known: dict[str, Path]) -> None:
+    """Print all names, with the titles of the pages."""
     width = max(map(len, known))
-    lines = []
     for name, path in known.items():
         title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ") if path.suffix == ".md" else ""
-        lines.append(f"{name:{width}}  {title}".rstrip())
-    return "\n".join(lines)
+        print(f"{name:{width}}  {title}".rstrip())

@@ -10,7 +10,6 @@ import psutil
 import pytest
 
 from megaclip.commands import plan, planned_run
-from megaclip.config import load_training_config
 from megaclip.errors import ConfigError
 from megaclip.models import load_model_config
 from megaclip.planner import Cluster, Workload
@@ -117,7 +116,7 @@ def plan_here(*flags: str) -> Cluster:
     """Return the cluster that `megaclip plan --here` plans for."""
     command = ["--here", "--deepspeed_config", str(SHIPPED / "zero3.json"), "--model", "ViT-B-32", *flags]
     arguments = plan.plan_parser().parse_args(command)
-    return planned_run._cluster(arguments, load_training_config(arguments.deepspeed_config))
+    return planned_run._cluster(arguments)
 
 
 def test_hosts_like_this_one_are_planned_with_what_is_free_here() -> None:
