@@ -168,7 +168,8 @@ class MegaclipSteps:
         inputs = case_inputs(case, arguments)
         batch_layout = inputs.config.batch_layout(dist.get_world_size())
         plan = check_fit(arguments, inputs)
-        self.compiled, self.recomputes = plan.compiles, plan.recomputes
+        planned = plan.workload.megaclip
+        self.compiled, self.recomputes = planned.compile is True, planned.selective_recompute is True
         self.text_micro_batch = batch_layout.text_micro_batch * inputs.config.megaclip.tensor_parallel_size
         run = Run(arguments, inputs, folder, plan)
         self._trainer = run.trainer

@@ -90,7 +90,7 @@ def peer_step_seconds(workload: Workload, cluster: Cluster, method: str) -> floa
     """Return the seconds of towers and loss in one step under autocast, at the cluster's rates."""
     batch = workload.local_batch
     chunks = 1 if method == OPEN_CLIP else max(1, batch // workload.batch.micro_batch)
-    forwards = (1 if chunks == 1 else 2) + (1 if workload.checkpointing else 0)
+    forwards = 1 if chunks == 1 else 2
     with_padding = _uncompiled(workload).with_megaclip(cut_captions=False)  # no peer cuts captions
     each = (work.seconds(cluster.rates) for work in tower_work(with_padding))
     seconds = batch * sum(forwards * tower.forward + tower.backward for tower in each) / TOWER_SPEED

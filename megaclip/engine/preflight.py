@@ -33,18 +33,10 @@ from megaclip.engine.schedule import RunLength
 from megaclip.errors import ConfigError
 from megaclip.logging import format_bytes, get_logger
 from megaclip.models import OpenClipConfig
-from megaclip.planner import (
-    Cluster,
-    MemoryPlan,
-    Workload,
-    advice,
-    advice_beyond_settings,
-    faster_run,
-    plan_memory,
-)
+from megaclip.planner import Cluster, MemoryPlan, Workload, advice, faster_run, plan_memory
 from megaclip.planner.cluster import GPUS, describe
 from megaclip.planner.compile_estimate import check_recomputation, compile_estimate
-from megaclip.planner.memory import choose_way_of_loss, store_bytes, with_kept_graphs
+from megaclip.planner.memory import IMAGE_PLACES, choose_way_of_loss, store_bytes, with_kept_graphs
 from megaclip.planner.phases import graph_bytes
 from megaclip.planner.report import graphs_text, summary
 from megaclip.planner.workload import EvaluationSets
@@ -87,10 +79,10 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
         compiles, measured = compiled_is_faster(requested, device)
         requested = requested.with_megaclip(compile=compiles)
     plan = plan_memory(requested, cluster)
-    check_recomputation(requested.megaclip.selective_recompute, compiles=plan.compiles)
     chosen = plan.workload.megaclip
+    check_recomputation(requested.megaclip.selective_recompute, compiles=chosen.compile is True)
     workload = requested.with_megaclip(
-        selective_recompute=plan.recomputes, exchange=chosen.exchange, reduction=chosen.reduction
+        selective_recompute=chosen.selective_recompute, exchange=chosen.exchange, reduction=chosen.reduction
     )
     reason = _reason_for_graphs(plan, requested.megaclip.keep_graphs, cluster)
     logger.info("%s: %s", graphs_text(plan.workload), reason)
@@ -176,17 +168,17 @@ def _reason_for_graphs(plan: MemoryPlan, setting: int | str, cluster: Cluster) -
 
 
 def _log_places(plan: MemoryPlan, workload: Workload, cluster: Cluster, folder: Path) -> None:
-    place = plan.image_place
-    why = place.text
-    if place.keeps:
+    why = IMAGE_PLACES[plan.image_place]
+    if plan.keeps_images:
         rest = plan.cpu_peak - plan.cpu.get("step store", 0.0)
         why = (
             f"{format_bytes(store_bytes(workload))} of images per rank; usable on this host: "
             f"{format_bytes(cluster.usable_host_memory)} of free memory, of which {format_bytes(rest)} are for other "
             f"data, and {format_bytes(cluster.usable_disk)} of free disk in {folder}"
         )
-    logger.info("data offload: %s: %s", place.name, why)
-    where = "in host memory while the towers run" if plan.embeddings_on_cpu else "on the device of the towers"
+    logger.info("data offload: %s: %s", plan.image_place, why)
+    on_cpu = plan.workload.megaclip.embeddings_offload
+    where = "in host memory while the towers run" if on_cpu else "on the device of the towers"
     logger.info("embeddings and their gradients are kept %s", where)
 
 
@@ -205,22 +197,21 @@ def _log_compilation(plan: MemoryPlan, workload: Workload, cluster: Cluster, mea
     elif setting == "auto" and isinstance(workload.model, OpenClipConfig):
         reason = 'megaclip.compile is "auto"; "measure" or true compiles open_clip\'s modules'
     elif not estimate.pays and estimate.saved > estimate.startup:
-        reason = "it cannot be used with tensor parallelism or apex's layer norm"
+        reason = f"it cannot be used with {workload.megaclip.untraced}"
     else:
         reason = (
             f"{workload.steps} steps of compiled towers save about {estimate.saved:,.0f} s and the compilation takes "
             f"about {estimate.startup:.0f} s"
         )
-    logger.info("torch.compile: %s: %s", "on" if plan.compiles else "off", reason)
+    logger.info("torch.compile: %s: %s", "on" if plan.workload.megaclip.compile else "off", reason)
 
 
 def _check_plan(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> None:
     """Raise ConfigError if the run cannot fit. On CPUs only warn if other programs may free enough memory."""
     if not plan.refusals:
         return
-    place, images = plan.image_place, plan.cpu.get("step store", 0.0)
-    images_fit = place.fits or (place.name == "cpu" and images <= cluster.usable_host_memory)
-    changes = advice(workload, cluster) or [advice_beyond_settings(workload)]
+    images_fit = plan.cpu.get("step store", 0.0) <= cluster.usable_host_memory and plan.disk_peak <= cluster.usable_disk
+    changes = advice(workload, cluster)
     if not images_fit:
         changes.append('for a step\'s images, a larger disk (--data-offload-dir) or megaclip.data_offload "reread"')
     message = f"this run does not fit: {'; '.join(plan.refusals)}. Change: {'; or '.join(changes)} (or --no-plan)"

@@ -58,14 +58,15 @@ class Trainer:
         """Build the model and the engine."""
         self.arguments, self.inputs, self.memory_plan = arguments, inputs, memory_plan
         self.config, self.batch = inputs.config, memory_plan.workload.batch
+        planned = memory_plan.workload.megaclip  # without "auto"
         self.length = length = RunLength.of(arguments, len(inputs.train), self.batch.global_batch)
         self.schedule = chosen_schedule(arguments, length, self.config.learning_rate)
         self.engine: DeepSpeedEngine = build_engine(
             self.config,
             arguments,
             inputs.model_config,
-            compiles=memory_plan.compiles,
-            recomputes=memory_plan.recomputes,
+            compiles=planned.compile is True,
+            recomputes=planned.selective_recompute is True,
             objective=inputs.objective,
         )
         self.average = WeightAverage(self.engine, self.config.megaclip.ema_decay)
@@ -75,7 +76,7 @@ class Trainer:
         bias = self.engine.module.logit_bias
         self.logit_bias = None if bias is None else MasterScalar(bias)
         self.loss = RunLoss(
-            memory_plan.workload.megaclip,  # with the planned exchange and reduction
+            planned,
             samples=len(inputs.train),
             epochs=length.epoch_at(length.total_steps),
             total_steps=length.total_steps,
@@ -132,13 +133,13 @@ class Trainer:
             DataError: on every rank, if the batch is larger than the data, or a rank cannot start its data workers.
         """
         arguments, inputs, plan = self.arguments, self.inputs, self.memory_plan
-        batch, place, transform = self.batch, plan.image_place, inputs.train_transform
-        again = 0 if place.keeps else plan.workload.encoded_again[0]
-        held = chunks_held(batch.accumulation, again, keeps=place.keeps)
+        batch, transform = self.batch, inputs.train_transform
+        again = 0 if plan.keeps_images else plan.workload.encoded_again[0]
+        held = chunks_held(batch.accumulation, again, keeps=plan.keeps_images)
         image_shape = (3, transform.size, transform.size) if self.features is None else (self.features.width,)
         slots = ImageSlots(
             (held + slots_ahead(batch.micro_batch, arguments.workers), batch.micro_batch, *image_shape),
-            Path(arguments.data_offload_dir or folder) if place.name == "disk" else None,
+            Path(arguments.data_offload_dir or folder) if plan.image_place == "disk" else None,
         )
         with raise_on_all_ranks():
             loader = TrainLoader(
@@ -165,7 +166,7 @@ class Trainer:
         normalise: Callable[..., torch.Tensor] = transform.normalise
         if self.features is not None:
             normalise = self.features.to_input
-        elif plan.compiles:
+        elif plan.workload.megaclip.compile:
             normalise = functools.partial(normalise, compute=compiled_function(normalised_pixels))
         text = inputs.model_config.text_cfg
         divide_captions = division_of_captions(
@@ -240,8 +241,8 @@ class Trainer:
 
         log_scale: (1,), the logarithm of the logit scale. terms: receives those of the loss, from `_to_host` too.
         """
-        section = self.config.megaclip
-        with report_compilation(section.compile, self.step + 1) if self.memory_plan.compiles else nullcontext():
+        section, planned = self.config.megaclip, self.memory_plan.workload.megaclip
+        with report_compilation(section.compile, self.step + 1) if planned.compile else nullcontext():
             loss = accumulate_gradients(
                 self.engine,
                 self.loss.bind(store.ids, self.length.epoch_at(self.step), store.pair_ids),
@@ -252,7 +253,7 @@ class Trainer:
                 coalesce=section.coalesce_gradient_reduction,
                 kept=self.memory_plan.workload.kept,
                 accumulation_dtype=torch.bfloat16 if self.config.accumulates_in_bf16 else torch.float32,
-                embeddings_on_cpu=self.memory_plan.embeddings_on_cpu,
+                embeddings_on_cpu=planned.embeddings_offload is True,
                 check_loss=(lambda: None) if self.loss.own is None else self.loss.own.check_step,
                 term_values=terms,
             )

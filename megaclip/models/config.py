@@ -79,6 +79,9 @@ _TokenizerArguments = Annotated[dict[str, Any], AfterValidator(_known_arguments)
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
+    def __hash__(self) -> int:  # pydantic's own refuses fields with dictionaries
+        return hash(self.model_dump_json())
+
     @classmethod
     def _validated(cls, given: dict[str, Any], prefix: str) -> Self:
         """Return the typed section. Raises ConfigError, with `prefix` before the key, for a value that is not valid."""

@@ -14,6 +14,6 @@
 
 from megaclip.planner.cluster import Cluster, Rates, describe
 from megaclip.planner.memory import MemoryPlan, plan_memory
-from megaclip.planner.search import advice, advice_beyond_settings, faster_run, largest_batch
+from megaclip.planner.search import advice, faster_run, largest_batch
 from megaclip.planner.step_time import StepTime, plan_time, time_of
 from megaclip.planner.workload import Workload

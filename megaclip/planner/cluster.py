@@ -8,17 +8,8 @@ from pathlib import Path
 
 from megaclip.errors import ConfigError, nearest
 from megaclip.losses.way import CPU, Machine
-from megaclip.planner.constants import (
-    ATTENTION_SHARE,
-    DECODED_PER_CORE,
-    GIB,
-    HOST_MARGIN,
-    LINK_SHARE,
-    LOSS_SHARE,
-    MEMORY_SHARE,
-    OUTSIDE_ALLOCATOR,
-    WIDE_SUMS_GAIN,
-)
+from megaclip.planner import constants
+from megaclip.planner.constants import GIB, MEMORY_SHARE
 
 _UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -126,36 +117,36 @@ class Cluster:
         """
         if self.gpus_per_host % ranks:
             return self.slowest_link
-        return self.rates.link * (WIDE_SUMS_GAIN if ranks >= 4 and self.rates.link in _NVLINKS else 1)
+        return self.rates.link * (constants.WIDE_SUMS_GAIN if ranks >= 4 and self.rates.link in _NVLINKS else 1)
 
     @property
     def usable_gpu_memory(self) -> float:
         """Bytes of one GPU that PyTorch's allocator may hold."""
-        return max(0.0, self.gpu_memory - OUTSIDE_ALLOCATOR)
+        return max(0.0, self.gpu_memory - constants.OUTSIDE_ALLOCATOR)
 
     @property
     def usable_host_memory(self) -> float:
         """Bytes of host memory that a plan may use."""
-        return self.host_memory * HOST_MARGIN
+        return self.host_memory * constants.HOST_MARGIN
 
     @property
     def usable_disk(self) -> float:
         """Bytes of disk that a plan may use for the step store."""
-        return self.disk * HOST_MARGIN
+        return self.disk * constants.HOST_MARGIN
 
 
 def _preset(product: float, memory: float, link: float, host_to_device: float, share: float = MEMORY_SHARE) -> Rates:
     """Return a GPU's rates. memory, link: the maker's bytes per second, of the link in one direction."""
     return Rates(
         product_flops=product,
-        attention_flops=product * ATTENTION_SHARE,
+        attention_flops=product * constants.ATTENTION_SHARE,
         memory=memory * share,
-        loss_flops=product * LOSS_SHARE,
+        loss_flops=product * constants.LOSS_SHARE,
         host_to_device=host_to_device,
-        link=link * LINK_SHARE,
+        link=link * constants.LINK_SHARE,
         network=25e9,
         disk_write=2e9,
-        decoded=DECODED_PER_CORE,
+        decoded=constants.DECODED_PER_CORE,
     )
 
 
@@ -180,7 +171,7 @@ GPUS: dict[str, tuple[float, Rates]] = {
     "rtx-5090": (31.3 * GIB, _preset(157e12, 1.79e12, 64e9, 48e9)),
     "cpu": (0.0, _preset(5e10, 2e10, 3e9, 1e10)),
 }
-_NVLINKS = {rates.link for _, rates in GPUS.values() if rates.link > 100e9 * LINK_SHARE}
+_NVLINKS = {rates.link for _, rates in GPUS.values() if rates.link > 100e9 * constants.LINK_SHARE}
 
 
 def gpu_preset(gpu: str) -> tuple[float, Rates]:
@@ -204,16 +195,11 @@ def describe(
 ) -> Cluster:
     """Return the cluster that the command line describes, with `gpus` per host. Raises ConfigError for wrong values."""
     memory, preset = gpu_preset(gpu)
-    if gpus < 1 or hosts < 1:
-        raise ConfigError(f"--gpus {gpus} --hosts {hosts}: give at least one GPU and one host")
     if gpu_memory is not None and not memory:
         raise ConfigError(f"--gpu-memory {gpu_memory!r} has no effect with --gpu {gpu!r}; leave one of them out")
     memory = memory if gpu_memory is None else parse_size(gpu_memory, "--gpu-memory")
-    chosen = rates or preset
-    if link is not None:
-        chosen = replace(chosen, link=parse_size(link, "--link"))
-    if network is not None:
-        chosen = replace(chosen, network=parse_size(network, "--network"))
+    links = {"link": link, "network": network}
+    given = {name: parse_size(text, f"--{name}") for name, text in links.items() if text is not None}
     return Cluster(
         name=gpu.lower(),
         gpus_per_host=gpus,
@@ -222,7 +208,7 @@ def describe(
         gpu_total_memory=memory,
         host_memory=parse_size(host_memory, "--host-memory"),
         disk=parse_size(disk, "--disk"),
-        rates=chosen,
+        rates=replace(rates or preset, **given),
     )
 
 

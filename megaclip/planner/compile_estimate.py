@@ -39,8 +39,7 @@ def compile_estimate(workload: Workload, cluster: Cluster) -> CompileEstimate:
     for slow_tower, fast_tower in zip(plain, compiled, strict=True):
         if slow_tower.trained:
             slow, fast = (each.seconds(cluster.rates) for each in (slow_tower, fast_tower))
-            again = slow.recomputed - fast.recomputed if workload.checkpointing else 0.0
-            step += workload.local_batch * (slow.forward - fast.forward + slow.backward - fast.backward + again)
+            step += workload.local_batch * (slow.forward - fast.forward + slow.backward - fast.backward)
     saved = math.inf if workload.steps is None else workload.steps * step
     image, text = COMPILE_BLOCKS_SECONDS, _text_shapes(workload) * COMPILE_BLOCKS_SECONDS
     if workload.compiles_image_tower:
@@ -51,14 +50,9 @@ def compile_estimate(workload: Workload, cluster: Cluster) -> CompileEstimate:
     startup = text + image
     if isinstance(section.compile, bool):
         return CompileEstimate(saved, startup, section.compile)
-    obstacles = (
-        section.compile == "auto" and isinstance(workload.model, OpenClipConfig),
-        not cluster.gpu_memory,
-        section.tensor_parallel_size > 1,
-        section.layer_norm != "torch",
-        section.lora is not None and section.lora.dora,
-    )
-    return CompileEstimate(saved, startup, saved > startup and not any(obstacles))
+    is_guess = section.compile == "auto" and isinstance(workload.model, OpenClipConfig)
+    may_compile = cluster.gpu_memory > 0 and not section.untraced and not is_guess
+    return CompileEstimate(saved, startup, may_compile and saved > startup)
 
 
 def check_recomputation(setting: bool | str, *, compiles: bool) -> None:

@@ -20,11 +20,6 @@ HOST_PROCESS_CPU = GIB
 """Bytes of host memory per rank without any data if training runs on the CPU."""
 HOST_WORKER = GIB // 4
 """Bytes of host memory of one loader process that it does not share with the rank that forked it."""
-PREFETCHED_BATCHES = 2
-"""Number of parts, or chunks of an evaluation, that each loader process prepares in advance
-(`megaclip.data.workers.PREFETCHED`)."""
-SMALLEST_PART = 32
-"""Rows of the smallest part of a chunk that a loader process prepares (`megaclip.data.loader`)."""
 HOST_MARGIN = 0.8
 """Share of a host's free memory and disk that a plan may use; checkpoints and other programs need the rest."""
 GPU_DECODER = 256 * MIB

@@ -11,57 +11,30 @@ calculates the number.
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
+from megaclip.data import slots_ahead
+from megaclip.data.workers import PREFETCHED
 from megaclip.logging import format_bytes
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.way import Choice, Machine, choose_way
 from megaclip.models import OpenClipConfig
+from megaclip.planner import constants
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.compile_estimate import compile_estimate
-from megaclip.planner.constants import (
-    CUBLAS_WORKSPACES,
-    EMBEDDINGS_SHARE,
-    GPU_DECODER,
-    HOST_PROCESS,
-    HOST_PROCESS_CPU,
-    HOST_WORKER,
-    KEPT_GRAPHS_MARGIN,
-    PREFETCHED_BATCHES,
-    RECOMPUTE_SHARE,
-    SMALLEST_PART,
-)
-from megaclip.planner.phases import Phases, embedding_bytes, graph_bytes, step_phases, with_evaluation
-from megaclip.planner.states import States, checkpoint_bytes, gradient_bytes, states_of
+from megaclip.planner.phases import Phases, embedding_bytes, graph_bytes, step_phases
+from megaclip.planner.states import checkpoint_bytes, gradient_bytes, states_of
 from megaclip.planner.towers import tower_work
 from megaclip.planner.traffic import exchange_sizes
 from megaclip.planner.workload import Workload
 from megaclip.step.layout import chunks_held, graphs_that_fit
 
-
-class ImagePlace(NamedTuple):
-    """Place where a step's images are kept between the two passes over them."""
-
-    name: str
-    """"cpu" (host memory), "disk", "reread" (not kept: those that are encoded twice are read twice) or "once" (not
-    kept: each is read once)."""
-    fits: bool
-    """True if the place has enough free bytes."""
-
-    @property
-    def keeps(self) -> bool:
-        """True if the images stay in this place until the next step."""
-        return self.name in ("cpu", "disk")
-
-    @property
-    def text(self) -> str:
-        """The place in words, for logs."""
-        return {
-            "cpu": "images are kept in host memory",
-            "disk": "images are kept on disk",
-            "reread": "images of chunks that are encoded twice are read twice",
-            "once": "images are read once",
-        }[self.name]
+IMAGE_PLACES = {
+    "cpu": "images are kept in host memory",
+    "disk": "images are kept on disk",
+    "reread": "images of chunks that are encoded twice are read twice",
+    "once": "images are read once",
+}
+"""Place where a step's images are kept between the two passes over them -> the place in words, for logs."""
 
 
 @dataclass
@@ -69,25 +42,24 @@ class MemoryPlan:
     """Bytes per rank on the GPU, and per host in host memory and on disk, by part."""
 
     workload: Workload
-    """The planned step, without "auto"."""
+    """The planned step. Its section `megaclip` has the plan's decisions instead of "auto"."""
     gpu_states: dict[str, float]
     gpu_phases: Phases
     """Bytes of each phase on top of the states."""
     cpu: dict[str, float]
     disk: dict[str, float]
-    image_place: ImagePlace
-    """Place where a step's images are kept, in the plan and in the run."""
-    embeddings_on_cpu: bool
-    """True if embeddings and their gradients are kept in host memory while the towers run."""
-    compiles: bool
-    """True if torch.compile runs the towers."""
-    recomputes: bool
-    """True if the compiled towers recompute selectively."""
+    image_place: str
+    """Place where a step's images are kept, in the plan and in the run: a key of `IMAGE_PLACES`."""
     graph_bytes: list[float]
     """Largest number of bytes by which each graph that the step may keep raises the peak, in the order in which graphs
     are kept. Empty if megaclip.keep_graphs is a number, or if "auto" may keep none."""
     refusals: list[str] = field(default_factory=list)
     """Reasons why the run does not fit on the cluster; empty if it fits."""
+
+    @property
+    def keeps_images(self) -> bool:
+        """True if the images stay in their place until the next step."""
+        return self.image_place in ("cpu", "disk")
 
     @property
     def peak_phase(self) -> str:
@@ -106,11 +78,14 @@ class MemoryPlan:
     def disk_peak(self) -> float:
         return sum(self.disk.values())
 
-    def needs(self, cluster: Cluster) -> list[tuple[str, float, float]]:
-        """Return each limit of a GPU or a host in words, the planned bytes and the usable bytes."""
-        gpu = [("a GPU", self.gpu_peak, cluster.usable_gpu_memory)] if cluster.gpu_memory else []
-        host = ("a host", self.cpu_peak, cluster.usable_host_memory)
-        return [*gpu, host, ("disk", self.disk_peak, cluster.usable_disk)]
+    def needs(self, cluster: Cluster) -> list[tuple[str, float, str, float]]:
+        """Return each limit: of "a GPU" or "a host", the planned bytes, what they are in words, the usable bytes."""
+        gpu = ("a GPU", self.gpu_peak, f" ({self.peak_phase})", cluster.usable_gpu_memory)
+        return [
+            *([gpu] if cluster.gpu_memory else []),
+            ("a host", self.cpu_peak, " of memory", cluster.usable_host_memory),
+            ("a host", self.disk_peak, " of disk", cluster.usable_disk),
+        ]
 
 
 def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
@@ -118,10 +93,9 @@ def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
     setting = workload.megaclip.keep_graphs
     workload = resolve_auto(workload, cluster)
     may_keep = _graphs_that_auto_keeps(workload.with_megaclip(keep_graphs=setting), cluster)
-    ranks, states = cluster.gpus_per_host, states_of(workload)
-    gpu = _gpu_states(workload, cluster)
-    phases = _phases(workload, states)
-    cpu = _host_parts(workload, cluster, states)
+    ranks = cluster.gpus_per_host
+    gpu, phases = _gpu_states(workload, cluster), step_phases(workload)
+    cpu = _host_parts(workload, cluster)
     if not cluster.gpu_memory:
         cpu["model and step"] = ranks * _gpu_peak(gpu, phases)
     disk: dict[str, float] = {}
@@ -131,57 +105,38 @@ def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
         encoded_again=workload.encoded_again[0],
         nbytes=images,
         host_memory=cluster.usable_host_memory - sum(cpu.values()),
-        disk=cluster.usable_disk,
     )
-    if place.keeps:
-        (cpu if place.name == "cpu" else disk)["step store"] = images
+    if place in ("cpu", "disk"):
+        (cpu if place == "cpu" else disk)["step store"] = images
     else:
         held = chunks_held(workload.batch.accumulation, workload.encoded_again[0], keeps=False)
         cpu["loader's chunks"] += images * held / workload.batch.accumulation
-    section = workload.megaclip
-    plan = MemoryPlan(
-        workload,
-        gpu,
-        phases,
-        cpu,
-        disk,
-        place,
-        embeddings_on_cpu=section.embeddings_offload is True,
-        compiles=section.compile is True,
-        recomputes=section.selective_recompute is True,
-        graph_bytes=may_keep,
-    )
-    plan.refusals = _refusals(plan, cluster)
+    plan = MemoryPlan(workload, gpu, phases, cpu, disk, place, may_keep)
+    plan.refusals = [
+        f"{owner} would need {format_bytes(needed)}{what} and has {format_bytes(usable)} to use"
+        for owner, needed, what, usable in plan.needs(cluster)
+        if needed > usable
+    ]
     return plan
 
 
-def place_images(setting: str, *, encoded_again: int, nbytes: float, host_memory: float, disk: float) -> ImagePlace:
-    """Return where a step's images are kept. setting: megaclip.data_offload.
+def place_images(setting: str, *, encoded_again: int, nbytes: float, host_memory: float) -> str:
+    """Return where a step's images are kept, a key of `IMAGE_PLACES`. setting: megaclip.data_offload.
 
     encoded_again: number of image chunks that are encoded twice. nbytes: bytes of the images of all ranks of a host.
-    host_memory, disk: bytes of a host that are left for them beside the other data of the run.
+    host_memory: bytes of a host that are left for them beside the other data of the run.
     """
     if setting == "reread" or (setting == "auto" and not encoded_again):
-        return ImagePlace("reread" if encoded_again else "once", fits=True)
+        return "reread" if encoded_again else "once"
     if setting == "auto":
-        setting = "cpu" if nbytes <= host_memory else "disk"
-    return ImagePlace(setting, fits=nbytes <= (host_memory if setting == "cpu" else disk))
+        return "cpu" if nbytes <= host_memory else "disk"
+    return setting
 
 
 def with_kept_graphs(plan: MemoryPlan, number: int) -> MemoryPlan:
     """Return the plan of the same step with `number` kept graphs. Images stay where they are."""
     workload = plan.workload.with_megaclip(keep_graphs=number)
-    return replace(plan, workload=workload, gpu_phases=_phases(workload, states_of(workload)))
-
-
-def _refusals(plan: MemoryPlan, cluster: Cluster) -> list[str]:
-    text = {"a GPU": f"a GPU would need {{}} ({plan.peak_phase})", "a host": "a host would need {} of memory"}
-    return [
-        f"{text.get(what, f'a host would need {{}} of {what}').format(format_bytes(needed))} and has "
-        f"{format_bytes(usable)} to use"
-        for what, needed, usable in plan.needs(cluster)
-        if needed > usable
-    ]
+    return replace(plan, workload=workload, gpu_phases=step_phases(workload))
 
 
 def _gpu_peak(states: dict[str, float], phases: Phases) -> float:
@@ -191,18 +146,13 @@ def _gpu_peak(states: dict[str, float], phases: Phases) -> float:
 def _gpu_states(workload: Workload, cluster: Cluster) -> dict[str, float]:
     """Return the bytes that are always in a rank's GPU memory, by part."""
     parts = dict(states_of(workload).gpu)
-    if workload.sample_columns and workload.megaclip.fastclip.state_device == "accelerator":
+    if workload.megaclip.fastclip.state_device == "accelerator":
         parts["per-sample state"] = _sample_state_bytes(workload)
     if cluster.gpu_memory:
-        parts["library workspaces"] = CUBLAS_WORKSPACES
+        parts["library workspaces"] = constants.CUBLAS_WORKSPACES
         if workload.may_decode_on_gpu:
-            parts["image decoder"] = GPU_DECODER
+            parts["image decoder"] = constants.GPU_DECODER
     return parts
-
-
-def _phases(workload: Workload, states: States) -> Phases:
-    phases = step_phases(workload, states)
-    return phases if workload.evaluation is None else with_evaluation(phases, workload, workload.evaluation)
 
 
 def resolve_auto(workload: Workload, cluster: Cluster) -> Workload:
@@ -217,7 +167,7 @@ def resolve_auto(workload: Workload, cluster: Cluster) -> Workload:
     workload = workload.with_megaclip(compile=compile_estimate(workload, cluster).pays)
     section = workload.megaclip
     if section.embeddings_offload == "auto":
-        on_cpu = 0 < EMBEDDINGS_SHARE * cluster.gpu_total_memory < 2 * embedding_bytes(workload)
+        on_cpu = 0 < constants.EMBEDDINGS_SHARE * cluster.gpu_total_memory < 2 * embedding_bytes(workload)
         workload = workload.with_megaclip(embeddings_offload=on_cpu)
     workload = workload.with_megaclip(selective_recompute=_recomputes(workload, cluster))
     return _with_graphs_and_way(workload, cluster)
@@ -239,10 +189,10 @@ def _recomputes(workload: Workload, cluster: Cluster) -> bool:
     without, with_it = (
         _with_graphs_and_way(workload.with_megaclip(selective_recompute=setting), cluster) for setting in (False, True)
     )
-    peak = _gpu_peak(_gpu_states(without, cluster), _phases(without, states_of(without)))
+    peak = _gpu_peak(_gpu_states(without, cluster), step_phases(without))
     fits_without = not cluster.gpu_memory or peak <= cluster.usable_gpu_memory
     more_kept = with_it.kept.image - without.kept.image
-    return not fits_without or more_kept >= max(1, RECOMPUTE_SHARE * workload.chunks[0])
+    return not fits_without or more_kept >= max(1, constants.RECOMPUTE_SHARE * workload.chunks[0])
 
 
 def _with_graphs_and_way(workload: Workload, cluster: Cluster) -> Workload:
@@ -284,9 +234,9 @@ def _planned_graphs(workload: Workload, cluster: Cluster) -> int:
     sizes = _graphs_that_auto_keeps(workload, cluster)
     if not sizes:
         return 0
-    phases = step_phases(workload.with_megaclip(keep_graphs=len(sizes)), states_of(workload))
+    phases = step_phases(workload.with_megaclip(keep_graphs=len(sizes)))
     beside = max(phase.total - phase.kept_graphs for phase in phases.by_name().values() if phase.kept_graphs)
-    limit = (1 - KEPT_GRAPHS_MARGIN) * cluster.usable_gpu_memory
+    limit = (1 - constants.KEPT_GRAPHS_MARGIN) * cluster.usable_gpu_memory
     return graphs_that_fit(0, sizes, limit - sum(_gpu_states(workload, cluster).values()) - beside)
 
 
@@ -323,43 +273,35 @@ def loader_bytes(workload: Workload) -> float:
     """Return the bytes of what one rank's loader processes prepare: the slots of training chunks that they have begun,
     and whole chunks of an evaluation, one of them copied. During an evaluation the training chunks stay in memory."""
     sample = workload.image_bytes + 2 * workload.caption_bytes + 8  # tokens and the sample's number are int64 here
-    rows = slots_ahead(workload) * workload.batch.micro_batch
+    rows = slots_ahead(workload.batch.micro_batch, workload.workers) * workload.batch.micro_batch
     if workload.evaluation is not None:
         batch = workload.evaluation.batch
         longest = max(workload.evaluation.pairs, workload.evaluation.labelled)
         chunks = math.ceil(longest / (batch * workload.world_size))
-        rows += (2 + min(workload.workers * PREFETCHED_BATCHES, chunks)) * batch
+        rows += (2 + min(workload.workers * PREFETCHED, chunks)) * batch
     return float(rows * sample)
 
 
-def slots_ahead(workload: Workload) -> int:
-    """Return the number of training chunks that loader processes may have begun (`megaclip.data.slots_ahead`)."""
-    parts = max(1, min(workload.workers, -(-workload.batch.micro_batch // SMALLEST_PART)))
-    return (parts - 1 + workload.workers * PREFETCHED_BATCHES) // parts
-
-
 def _sample_state_bytes(workload: Workload) -> float:
-    """Return the bytes of one rank's part of the samples' state, which the global losses keep."""
+    """Return the bytes of one rank's part of the samples' state, which the global losses keep; 0 for other losses."""
     return 4.0 * workload.sample_columns * -(-workload.samples // workload.world_size)
 
 
-def _host_parts(workload: Workload, cluster: Cluster, states: States) -> dict[str, float]:
+def _host_parts(workload: Workload, cluster: Cluster) -> dict[str, float]:
     """Return the bytes in a host's memory by part, without a step's images and without what a CPU trains in it."""
     ranks = cluster.gpus_per_host
-    process = HOST_PROCESS if cluster.gpu_memory else HOST_PROCESS_CPU
+    process = constants.HOST_PROCESS if cluster.gpu_memory else constants.HOST_PROCESS_CPU
     worker_sets = 1 if workload.evaluation is None else 2  # an evaluation has its own beside those of the training
-    parts = {name: size * ranks for name, size in states.cpu.items()}
-    parts["processes"] = ranks * (process + worker_sets * workload.workers * HOST_WORKER)
+    parts = {name: size * ranks for name, size in states_of(workload).cpu.items()}
+    parts["processes"] = ranks * (process + worker_sets * workload.workers * constants.HOST_WORKER)
     parts["loader's chunks"] = ranks * loader_bytes(workload)
-    if workload.sample_columns:
-        state = ranks * _sample_state_bytes(workload)
-        if workload.megaclip.fastclip.state_device == "cpu":
-            parts["per-sample state"] = state
-        parts["its copy in a checkpoint"] = state
+    state = _sample_state_bytes(workload)
+    if workload.megaclip.fastclip.state_device == "cpu":
+        parts["per-sample state"] = ranks * state
+    parts["its copy in a checkpoint"] = ranks * state
     if workload.async_save:
         each, first = checkpoint_bytes(workload)
-        of_samples = _sample_state_bytes(workload) if workload.sample_columns else 0.0
-        parts["copy of a checkpoint"] = ranks * (each + of_samples) + min(ranks, workload.tensor_ranks) * first
+        parts["copy of a checkpoint"] = ranks * (each + state) + min(ranks, workload.tensor_ranks) * first
     if workload.checkpointing == "cpu":
         chunks = [(work, work.micro_batch * work.costs.backward.block_inputs) for work in tower_work(workload)]
         again = max((size for work, size in chunks if work.encoded_again), default=0.0)

@@ -23,6 +23,7 @@ from megaclip.planner.states import (
     gathered_bytes,
     gradient_bytes,
     reduction_under_way,
+    states_of,
     updated_gradient_bytes,
 )
 from megaclip.planner.towers import TowerWork, tower_work
@@ -164,9 +165,11 @@ def _positions_share(work: TowerWork) -> float:
     return 1 - (work.workload.text_positions_saved or 0.0) if work.is_text else 1.0
 
 
-def step_phases(workload: Workload, states: States) -> Phases:
-    """Return the phases of a step. `workload` has no "auto", except for kept graphs, where "auto" counts as none."""
+def step_phases(workload: Workload) -> Phases:
+    """Return the phases of a step, and of the run's evaluations. `workload` has no "auto", except for kept graphs,
+    where "auto" counts as none."""
     image, text = tower_work(workload)
+    states = states_of(workload)
     image_graphs, text_graphs = (work.kept * _graph_bytes(work) for work in (image, text))
     is_first = text_first((image.chunks, text.chunks), (bool(image.trained), bool(text.trained)))
     return Phases(
@@ -188,6 +191,7 @@ def step_phases(workload: Workload, states: States) -> Phases:
             reduction=states.reduction,
         ),
         optimizer_step=Phase(gradients=updated_gradient_bytes(workload), update=states.update),
+        **({} if workload.evaluation is None else _evaluation_phases(workload, workload.evaluation)),
     )
 
 
@@ -269,10 +273,10 @@ def _backward_phase(work: TowerWork, states: States, kept: float) -> Phase | Non
     return max(phases, key=lambda phase: phase.total)
 
 
-def with_evaluation(phases: Phases, workload: Workload, evaluation: EvaluationSets) -> Phases:
-    """Return the phases with those of an evaluation: both towers without graph, whose features are kept in float32;
-    then retrieval, which copies them without padding, and the choice of example pictures, which takes the images'
-    features in float32 and in float64."""
+def _evaluation_phases(workload: Workload, evaluation: EvaluationSets) -> dict[str, Phase]:
+    """Return the phases of an evaluation by their fields of `Phases`: both towers without graph, whose features are
+    kept in float32; then retrieval, which copies them without padding, and the choice of example pictures, which takes
+    the images' features in float32 and in float64."""
     evaluated = replace(
         workload.with_megaclip(compile=False),
         model=workload.model.replace(vision_cfg={"patch_dropout": 0.0}),  # an evaluation reads all patches
@@ -291,10 +295,10 @@ def with_evaluation(phases: Phases, workload: Workload, evaluation: EvaluationSe
         gathered_parameters=max(gathered_bytes(workload, tower) for tower in workload.parameters),
     )
     if not pairs:
-        return replace(phases, evaluation_towers=towers)
+        return {"evaluation_towers": towers}
     # This rank's pairs have ids, their order, best similarities and ranks; all pairs have similarities and counts.
     numbers = 8.0 * (6 * pairs + 4 * evaluation.pairs)
     copies = Phase(features=features, tiles=EVALUATION_TILES, copies_of_features=features, numbers=numbers)
     pictures = Phase(features=features, copies_of_features=1.5 * features, numbers=numbers)
     retrieval = max(copies, pictures, key=lambda phase: phase.total)
-    return replace(phases, evaluation_towers=towers, evaluation_retrieval=retrieval)
+    return {"evaluation_towers": towers, "evaluation_retrieval": retrieval}

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from megaclip.logging import format_bytes
 from megaclip.planner.cluster import GPUS, Cluster
-from megaclip.planner.memory import MemoryPlan
+from megaclip.planner.memory import IMAGE_PLACES, MemoryPlan
 from megaclip.planner.phases import loss_bytes
 from megaclip.planner.search import MicroBatch
 from megaclip.planner.step_time import StepTime
@@ -24,7 +24,7 @@ def summary(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> str:
     return (
         f"plan for a batch of {workload.batch.global_batch}: {gpu}{format_bytes(plan.cpu_peak)} of "
         f"{format_bytes(cluster.usable_host_memory)} per host{disk}; {graphs_text(plan.workload)}; "
-        f"{plan.image_place.text}"
+        f"{IMAGE_PLACES[plan.image_place]}"
     )
 
 
@@ -111,11 +111,11 @@ def micro_batch_table(choices: list[MicroBatch], own: int) -> str:
     best = 1.01 * min((one.seconds for one in fitting), default=0.0)
     fastest = next((one for one in fitting if one.seconds <= best), None)  # the largest of those within a percent
     for one in choices:
-        workload, plan, seconds = one
-        size = workload.batch.micro_batch
+        plan, seconds = one
+        size = plan.workload.batch.micro_batch
         marks = ["does not fit"] if plan.refusals else ["fastest"] if one is fastest else []
         peak, marks = format_bytes(plan.gpu_peak or plan.cpu_peak), marks + ["this run"] * (size == own)
-        setting = workload.tensor_ranks * size
+        setting = plan.workload.tensor_ranks * size
         lines.append(f"  {setting:<38,}{peak:>12}{_seconds(seconds):>20}   {', '.join(marks)}".rstrip())
     return "\n".join(lines)
 

@@ -51,9 +51,8 @@ def largest_batch(workload: Workload, cluster: Cluster) -> int:
 
 
 class MicroBatch(NamedTuple):
-    """A run with one of several micro-batch sizes."""
+    """Plan of a run with one of several micro-batch sizes."""
 
-    workload: Workload
     plan: MemoryPlan
     seconds: float
     """Planned seconds of a step."""
@@ -65,17 +64,16 @@ def micro_batches(workload: Workload, cluster: Cluster) -> list[MicroBatch]:
     rows, own = workload.batch.local_batch, workload.batch.micro_batch
     planned = []
     for size in sorted({rows, own, *_halves(rows, rows)}, reverse=True):
-        changed = workload.with_batch(micro_batch=size)
-        plan = plan_memory(changed, cluster)
-        planned.append(MicroBatch(changed, plan, time_of(plan, cluster).total))
+        plan = plan_memory(workload.with_batch(micro_batch=size), cluster)
+        planned.append(MicroBatch(plan, time_of(plan, cluster).total))
     too_large = [one for one in planned if one.plan.refusals]
     shown = [*too_large[-1:], *[one for one in planned if not one.plan.refusals][:5]]
-    return [one for one in planned if one in shown or one.workload.batch.micro_batch == own]
+    return [one for one in planned if one in shown or one.plan.workload.batch.micro_batch == own]
 
 
 def advice(workload: Workload, cluster: Cluster) -> list[str]:
-    """Return changes to ds_config.json after which the run fits: each that is enough alone, or else one combination;
-    none if all changes together are not enough."""
+    """Return changes to ds_config.json after which the run fits: each that is enough alone, or else one combination. If
+    all of them together are not enough, return changes beyond the file."""
     together: list[str] = []
     while True:
         enough: dict[str, str] = {}
@@ -89,15 +87,10 @@ def advice(workload: Workload, cluster: Cluster) -> list[str]:
         steps = [change for change in _changes(workload) if "micro-batch" not in change[0]] or [*_changes(workload)]
         best = min(steps, key=lambda change: _shortage(change[-1], cluster), default=None)
         if best is None or _shortage(best[-1], cluster) >= _shortage(workload, cluster):
-            return []
+            also = ", a smaller --eval-batch-size or fewer samples to evaluate on" if workload.evaluation else ""
+            return [f"more GPUs, a smaller batch or a smaller model{also}: no setting of ds_config.json is enough"]
         together.append(best[1])
         workload = best[-1]
-
-
-def advice_beyond_settings(workload: Workload) -> str:
-    """Return advice for a run for which `advice` finds no change of ds_config.json."""
-    evaluation = ", a smaller --eval-batch-size or fewer samples to evaluate on" if workload.evaluation else ""
-    return f"more GPUs, a smaller batch or a smaller model{evaluation}: no setting of ds_config.json is enough"
 
 
 def faster_run(workload: Workload, cluster: Cluster) -> str | None:
@@ -144,10 +137,10 @@ def _alternatives(workload: Workload, cluster: Cluster) -> Iterator[tuple[str, f
             if workload.bf16 and not workload.accumulates_in_bf16:
                 settings += ', data_types.grad_accum_dtype "fp32"'
         sizes = micro_batches(whole.at_stage(stage), cluster)
-        for one in sorted(sizes, key=lambda one: one.workload.batch.micro_batch != ranks * batch.micro_batch):
-            size = one.workload.batch.micro_batch
+        for one in sorted(sizes, key=lambda one: one.plan.workload.batch.micro_batch != ranks * batch.micro_batch):
+            size = one.plan.workload.batch.micro_batch
             other_chunks = "" if size == ranks * batch.micro_batch else f", train_micro_batch_size_per_gpu {size}"
-            passes = {each.backward_passes == 1 for each in (workload, one.workload)}  # one pass keeps its graphs
+            passes = {each.backward_passes == 1 for each in (workload, one.plan.workload)}  # one pass keeps its graphs
             if not one.plan.refusals and len(passes) == 1:
                 changed = (settings + other_chunks).removeprefix(", ")
                 yield f"ZeRO-{stage}" + (f" ({changed})" if changed else ""), one.seconds
@@ -156,8 +149,8 @@ def _alternatives(workload: Workload, cluster: Cluster) -> Iterator[tuple[str, f
 def _shortage(workload: Workload, cluster: Cluster) -> float:
     """Return the bytes that one host lacks: of GPU memory, host memory and disk together."""
     return sum(
-        max(0.0, needed - usable) * (cluster.gpus_per_host if what == "a GPU" else 1)
-        for what, needed, usable in plan_memory(workload, cluster).needs(cluster)
+        max(0.0, needed - usable) * (cluster.gpus_per_host if owner == "a GPU" else 1)
+        for owner, needed, _, usable in plan_memory(workload, cluster).needs(cluster)
     )
 
 

@@ -1,19 +1,6 @@
 """Seconds of a step on a described cluster, term by term, and the term that dominates.
 
-    towers         forward, forward again for chunks whose graphs are not kept, backward; with activation checkpointing
-                   one more forward (`towers.py`). The last two run over the part of a tower that has a graph
-    loss           8 or 10 b B D; sigmoid 6 or 8 (docs/mathematics.md) over the loss's rate
-    communication  tensor parallel: blocks' outputs and gradients summed over a replica's ranks, which the towers wait
-                   for; parameters: gradients reduced and, at stage 3, parameters gathered for every pass; features: the
-                   bytes of exchange and reduction
-    data           pixels to the GPU, twice where chunks are encoded twice; to the step store's file and back as
-                   often, if it is on disk; decoding by the loader's processes
-    host           at ZeRO-3: DeepSpeed's work around every block in every pass, which is the same for small chunks
-    offload        parameters, gradients and blocks' inputs between host and GPU
-    update         checks, clipping, Adam and new working copies: on the GPU kernel launches for every parameter, and
-                   the bytes that they read and write; with offload_optimizer Adam in host memory
-
-Terms that run at the same time count as the longest of them:
+`StepTime` has the terms. Terms that run at the same time count as the longest of them:
 
 * The host runs ahead of a tower's kernels, or the kernels wait for the host. The towers run one after the other, so the
   times of both are not balanced against each other.
@@ -30,18 +17,8 @@ Terms that run at the same time count as the longest of them:
 from dataclasses import dataclass, replace
 
 from megaclip.losses.costs import LOSS_COSTS
+from megaclip.planner import constants
 from megaclip.planner.cluster import Cluster
-from megaclip.planner.constants import (
-    GROUPED_UPDATE_BYTES,
-    GROUPED_UPDATE_SECONDS,
-    OFFLOADED_ADAM_BYTES,
-    OFFLOADED_ADAM_RATE,
-    UPDATE_BYTES,
-    UPDATE_TENSOR_SECONDS,
-    ZERO_3_BLOCK_SECONDS,
-    ZERO_3_GATHER_SECONDS,
-    ZERO_3_REDUCTION_SECONDS,
-)
 from megaclip.planner.memory import MemoryPlan, plan_memory, store_bytes
 from megaclip.planner.phases import loss_sizes
 from megaclip.planner.towers import TowerWork, tower_work
@@ -54,31 +31,34 @@ class StepTime:
     """Seconds of one step: each term alone, and the total with overlaps."""
 
     forward: float
-    """Seconds of the towers over all chunks, without a graph or with a graph that is kept."""
+    """The towers over all chunks, without a graph or with a graph that is kept."""
     forward_again: float
-    """Seconds of the towers over the chunks that are encoded twice; 0 if all graphs are kept."""
+    """The towers over the chunks that are encoded twice; 0 if all graphs are kept."""
     backward: float
+    """The towers' backward passes, over the part with a graph, with the forward passes of activation checkpointing."""
     loss: float
+    """8 or 10 b B D operations, for the sigmoid loss 6 or 8 (docs/mathematics.md), at the loss's rate."""
     features: float
-    """Seconds of features and their gradients between ranks."""
+    """Features and their gradients between ranks."""
     parameters: float
-    """Seconds of gradients and parameters between ranks."""
+    """Gradients and, at stage 3, the parameters of every pass between ranks."""
     tensor_parallel: float
-    """Seconds of the blocks' sums over the ranks of a replica, which nothing hides; 0 without tensor parallelism."""
+    """The blocks' sums over the ranks of a replica, which nothing hides; 0 without tensor parallelism."""
     copies: float
-    """Seconds of samples to the GPU."""
+    """Samples to the GPU, twice where chunks are encoded twice."""
     disk: float
-    """Seconds of the step store's file, written and read; 0 if images are kept elsewhere."""
+    """The step store's file, written and read; 0 if images are kept elsewhere."""
     decoding: float
-    """Seconds of samples read, decoded and cropped."""
+    """Samples read, decoded and cropped."""
     host: float
-    """Seconds of DeepSpeed's hooks at ZeRO-3, while the GPU works or waits."""
+    """DeepSpeed's hooks around every block in every pass at ZeRO-3, which take as long for small chunks."""
     host_wait: float
-    """Seconds in which the GPU waits for hooks that take longer than a tower's kernels, and for ZeRO-3's reductions."""
+    """The GPU's waits for hooks that take longer than a tower's kernels, and for ZeRO-3's reductions."""
     offload: float
-    """Seconds of parameters, gradients and blocks' inputs between host and GPU."""
+    """Parameters, gradients and blocks' inputs between host and GPU."""
     update: float
-    """Seconds of checks, clipping and the optimizer's step."""
+    """Checks, clipping, Adam and new working copies: on the GPU the kernel launches for every parameter, and the bytes
+    that they read and write; with offload_optimizer Adam in host memory."""
     features_hidden: bool
     """True if the term `features` runs behind `loss`."""
     parameters_hidden: bool
@@ -145,13 +125,13 @@ def time_of(plan: MemoryPlan, cluster: Cluster) -> StepTime:
         seconds = work.seconds(rates)
         first = batch * seconds.forward
         second = first * work.encoded_again / work.chunks
-        last = batch * (work.trained > 0) * (seconds.backward + seconds.recomputed * bool(workload.checkpointing))
+        last = batch * seconds.backward
         forward, again, backward = forward + first, again + second, backward + last
         hooks, reductions = _host_seconds(workload, work)
         host += hooks
         host_wait += max(0.0, hooks - first - second - last) + reductions
     readings = workload.image_readings if section.data_offload == "reread" else 1.0
-    on_disk = cluster.gpus_per_host * (plan.image_place.name == "disk")
+    on_disk = cluster.gpus_per_host * (plan.image_place == "disk")
     sizes = loss_sizes(workload)
     loss_operations = LOSS_COSTS[section.loss].products[section.reduction] * sizes.logits * sizes.embedding
     return StepTime(
@@ -182,20 +162,20 @@ def _host_seconds(workload: Workload, work: TowerWork) -> tuple[float, float]:
     if workload.zero.stage != 3:
         return 0.0, 0.0
     backward = bool(work.trained) * (1 + bool(workload.checkpointing))
-    seconds = ZERO_3_BLOCK_SECONDS + (ZERO_3_GATHER_SECONDS if workload.replicas > 1 else 0.0)
+    seconds = constants.ZERO_3_BLOCK_SECONDS + (constants.ZERO_3_GATHER_SECONDS if workload.replicas > 1 else 0.0)
     forward, graph = work.passes
     blocks = (work.chunks + work.encoded_again) * forward.layers
     reductions = (1 if workload.coalesces else work.chunks) * len(work.parameters.trainable) * (workload.replicas > 1)
-    return (blocks + work.chunks * backward * graph.layers) * seconds, reductions * ZERO_3_REDUCTION_SECONDS
+    return (blocks + work.chunks * backward * graph.layers) * seconds, reductions * constants.ZERO_3_REDUCTION_SECONDS
 
 
 def _update_seconds(workload: Workload, cluster: Cluster) -> float:
     """Return the seconds of the update. At ZeRO-3 a rank updates a part of every tensor."""
     stage, ranks = workload.zero.stage, workload.replicas
     if workload.offloads_optimizer:
-        return workload.trained / ranks * OFFLOADED_ADAM_BYTES / OFFLOADED_ADAM_RATE
+        return workload.trained / ranks * constants.OFFLOADED_ADAM_BYTES / constants.OFFLOADED_ADAM_RATE
     own = workload.trained / (ranks if stage else 1)
     if stage < 3:
-        return GROUPED_UPDATE_SECONDS + own * GROUPED_UPDATE_BYTES / cluster.rates.memory
+        return constants.GROUPED_UPDATE_SECONDS + own * constants.GROUPED_UPDATE_BYTES / cluster.rates.memory
     tensors = sum(len(parameters.trainable) for parameters in workload.parameters)
-    return tensors * UPDATE_TENSOR_SECONDS + own * UPDATE_BYTES / cluster.rates.memory
+    return tensors * constants.UPDATE_TENSOR_SECONDS + own * constants.UPDATE_BYTES / cluster.rates.memory

@@ -46,9 +46,8 @@ def text_chunks_for(
 
 def fitted(config: TrainingConfig, model: ModelDescription, *, pairs: bool = False) -> TrainingConfig:
     """Return the settings of a run with the sizes of text chunks for the model. pairs: as for `text_chunks_for`."""
-    compute_bytes = 2 if config.bf16 else 4
-    chunks = text_chunks_for(model, compute_bytes, config.megaclip.cut_captions, pairs=pairs)
-    return replace(config, text_chunks=chunks)
+    limits = text_chunks_for(model, 2 if config.bf16 else 4, config.megaclip.cut_captions, pairs=pairs)
+    return replace(config, text_chunks=limits)
 
 
 def assumed_length(share: float) -> int:

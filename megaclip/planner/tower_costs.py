@@ -115,7 +115,7 @@ def tower_costs(
     Raises:
         ConfigError: the tower cannot encode its inputs, or not to `embed_dim` numbers.
     """
-    arguments = (type(model), model.model_dump_json(), name, compute_bytes, unlocked_groups, tensor_ranks, lora)
+    arguments = (model, name, compute_bytes, unlocked_groups, tensor_ranks, lora)
     costs = _traced(*arguments, checkpoints=False)
     if checkpointing:
         with_checkpoints = _traced(*arguments, checkpoints=True)
@@ -137,8 +137,7 @@ def attention_operations(queries: int, keys: int, heads: int, channels: int) -> 
 
 @functools.lru_cache(maxsize=128)
 def _traced(
-    kind: type[ModelDescription],
-    description: str,
+    config: ModelDescription,
     name: str,
     compute_bytes: int,
     unlocked_groups: int | None,
@@ -146,7 +145,7 @@ def _traced(
     lora: LoraSettings | None,
     checkpoints: bool,
 ) -> TowerCosts:
-    model = rank_model(kind, description, {name: unlocked_groups}, tensor_ranks, lora)
+    model = rank_model(config, {name: unlocked_groups}, tensor_ranks, lora)
     if compute_bytes == 2:
         for parameter in model.parameters():  # as DeepSpeed casts a model: buffers stay
             parameter.data = parameter.data.bfloat16()
@@ -164,7 +163,7 @@ def _traced(
     else:
         one = _one_sample(model, name, tensor_ranks)
     if tensor_ranks > 1:  # beside the gathered input
-        own = _inputs(model, name, 1, model.logit_scale.dtype).nbytes
+        own = _inputs(model, name, 1).nbytes
         one = one._replace(forward_peak=one.forward_peak + own, backward_peak=one.backward_peak + own)
     if unlocked_groups is None:
         return one
@@ -192,8 +191,8 @@ def trace_tower(model: DualEncoder, name: str, samples: int) -> TowerCosts:
 
     A caption decoder is a part of the text tower where a graph is made. Its work is that of the backward pass.
 
-    Raises:
-        ConfigError: the tower cannot encode its inputs, or not to `embed_dim` numbers, or a decoder cannot read them.
+    Raises ConfigError if the tower cannot encode its inputs, or not to `embed_dim` numbers, or a decoder cannot read
+    them.
     """
     tower = model.visual if name == "image" else model.text
     decoder = model.parts().get("decoder") if name == "text" else None
@@ -228,16 +227,16 @@ def trace_tower(model: DualEncoder, name: str, samples: int) -> TowerCosts:
                 if block in trained_blocks and isinstance(module, nn.LayerNorm | nn.GELU | QuickGELU):
                     hooks.callback(module.register_forward_hook(count_output).remove)
         with torch.no_grad(), _Trace() as without_graph:
-            tower(_inputs(model, name, samples, model.logit_scale.dtype))
+            tower(_inputs(model, name, samples))
         forward = without_graph.ended(len(blocks), sum(inputs_of_blocks.values()))
         if decoder is not None:
             with torch.no_grad(), _Trace():
-                _check_decoder(decoder, tower, image_tokens, _inputs(model, name, samples, model.logit_scale.dtype))
+                _check_decoder(decoder, tower, image_tokens, _inputs(model, name, samples))
     with ExitStack() as hooks, _Trace() as graph:
         for parameter in (*tower.parameters(), *(() if decoder is None else decoder.parameters())):
             if parameter.requires_grad:
                 hooks.callback(parameter.register_post_accumulate_grad_hook(freed).remove)
-        inputs = _inputs(model, name, samples, model.logit_scale.dtype)
+        inputs = _inputs(model, name, samples)
         outputs = tower(inputs)
         graph.ended(0, 0)
         results = [output.sum() for output in outputs] if isinstance(outputs, tuple) else [outputs.sum()]
@@ -258,7 +257,7 @@ def _check_features(model: DualEncoder, tower: nn.Module, name: str, samples: in
     section, key = ("vision_cfg", "image_size") if name == "image" else ("text_cfg", "context_length")
     setting = f"{section}.{key} {getattr(getattr(config, section), key)}"
     try:
-        features = tower(_inputs(model, name, samples, model.logit_scale.dtype))
+        features = tower(_inputs(model, name, samples))
         shape = (features[0] if isinstance(features, tuple) else features).shape
     except Exception as error:  # the libraries do not document what they raise
         raise ConfigError(
@@ -275,7 +274,7 @@ def _check_features(model: DualEncoder, tower: nn.Module, name: str, samples: in
 def _image_tokens(model: DualEncoder, samples: int) -> torch.Tensor:
     """Return tokens of images, which a caption decoder reads and sends a gradient to."""
     with torch.no_grad(), _Trace():  # for its known sizes
-        _, tokens = model.visual(_inputs(model, "image", 1, model.logit_scale.dtype))
+        _, tokens = model.visual(_inputs(model, "image", 1))
     return torch.empty(samples, *tokens.shape[1:], dtype=tokens.dtype, device="meta", requires_grad=True)
 
 
@@ -291,10 +290,10 @@ def _check_decoder(decoder: nn.Module, text: nn.Module, image_tokens: torch.Tens
         ) from error
 
 
-def _inputs(model: DualEncoder, name: str, samples: int, dtype: torch.dtype) -> torch.Tensor:
+def _inputs(model: DualEncoder, name: str, samples: int) -> torch.Tensor:
     if name == "image":
         size = model.config.vision_cfg.image_size
-        return torch.empty(samples, 3, size, size, dtype=dtype, device="meta")
+        return torch.empty(samples, 3, size, size, dtype=model.logit_scale.dtype, device="meta")
     return torch.empty(samples, model.config.text_cfg.context_length, dtype=torch.int64, device="meta")
 
 
@@ -422,18 +421,12 @@ def _as_kernels_return(like: torch.Tensor, channels: int) -> torch.Tensor:
 
 
 def rank_model(
-    kind: type[ModelDescription],
-    description: str,
-    unlocked: dict[str, int | None],
-    tensor_ranks: int,
-    lora: LoraSettings | None,
+    config: ModelDescription, unlocked: dict[str, int | None], tensor_ranks: int, lora: LoraSettings | None
 ) -> DualEncoder:
     """Return one rank's part of the model on the meta device. Sums over tensor-parallel ranks are only counted.
 
-    kind, description: class and JSON of the model's description. unlocked: number of trained groups of each locked
-    tower, by its name. None: the tower is not locked.
+    unlocked: number of trained groups of each locked tower, by its name. None: the tower is not locked.
     """
-    config = kind.model_validate_json(description)
     if tensor_ranks == 1:
         model: DualEncoder = meta_model(config)
     else:

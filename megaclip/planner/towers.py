@@ -23,9 +23,8 @@ class PassSeconds(NamedTuple):
     forward: float
     """A forward pass through the whole tower."""
     backward: float
-    """The backward pass, through the part with a graph."""
-    recomputed: float
-    """The forward pass of activation checkpointing, through the blocks with a graph."""
+    """The backward pass through the part with a graph, and activation checkpointing's forward pass through its blocks;
+    0 if the tower is not trained."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,6 @@ class TowerWork:
     """Number of chunks that are encoded twice."""
 
     @property
-    def name(self) -> str:
-        return "text" if self.is_text else "image"
-
-    @property
     def trained(self) -> int:
         """Number of trained parameters."""
         return self.parameters.trained
@@ -65,7 +60,7 @@ class TowerWork:
         unlocked = workload.text_unlocked if self.is_text else workload.image_unlocked
         return tower_costs(
             model,
-            self.name,
+            "text" if self.is_text else "image",
             workload.compute_bytes,
             unlocked_groups=unlocked if self.parameters.is_partly_locked else None,
             checkpointing=workload.checkpointing,
@@ -106,7 +101,9 @@ class TowerWork:
             + factor * work.moved / rates.memory
             for work in self.passes
         )
-        return PassSeconds(forward, backward, self.blocks_share * forward)
+        if self.workload.checkpointing:
+            backward += self.blocks_share * forward
+        return PassSeconds(forward, backward if self.trained else 0.0)
 
 
 def tower_work(workload: Workload) -> tuple[TowerWork, TowerWork]:

@@ -19,31 +19,21 @@ With tensor parallelism, the W replicas share ZeRO's partitions, and each rank h
 `tensor_traffic` has the sums inside a replica.
 """
 
-from typing import NamedTuple
-
 from megaclip.losses.costs import LOSS_COSTS, Sizes, Traffic
 from megaclip.planner.states import kept_elements
 from megaclip.planner.towers import tower_work
 from megaclip.planner.workload import Parameters, Workload
 
 
-class _MovedElements(NamedTuple):
-    """Elements that ZeRO sends per step, over all ranks that share its partitions."""
-
-    gathered: int
-    """Elements of parameters that ZeRO-3 gathers, counted once for each time."""
-    reduced: int
-    """Elements of gradients, counted once for each reduction."""
-
-
 def exchange_sizes(workload: Workload) -> Sizes:
     """Return the sizes of the loss's exchange between ranks."""
+    payload_bytes = 2 if workload.megaclip.payload == "bf16" else 4
     return Sizes(
         world_size=workload.world_size,
         batch=workload.local_batch,
         embedding=workload.model.embed_dim,
-        feature_bytes=min(workload.compute_bytes, workload.payload_bytes),
-        gradient_bytes=workload.payload_bytes,
+        feature_bytes=min(workload.compute_bytes, payload_bytes),
+        gradient_bytes=payload_bytes,
         ids=workload.megaclip.same_ids,
     )
 
@@ -58,11 +48,11 @@ def parameter_traffic(workload: Workload) -> float:
     """Return the bytes of gradients and parameters that a rank sends to other ranks per step."""
     replicas = workload.replicas
     share = workload.compute_bytes * (replicas - 1) / replicas
-    elements = _moved_elements(workload)
+    gathered, reduced = _moved_elements(workload)
     if workload.zero.stage < 3:  # an all-reduce sends twice what a reduce-scatter does
         updated = workload.trained if workload.zero.stage else 0  # the working copy, which is gathered
-        return share * (2 * elements.reduced + updated)
-    return share * (elements.reduced + elements.gathered)
+        return share * (2 * reduced + updated)
+    return share * (reduced + gathered)
 
 
 def tensor_traffic(workload: Workload) -> float:
@@ -85,19 +75,19 @@ def tensor_traffic(workload: Workload) -> float:
 def offload_traffic(workload: Workload) -> float:
     """Return the bytes between a rank's GPU and host memory per step: parameters, gradients and, with
     cpu_checkpointing, the blocks' inputs."""
-    width, elements = workload.compute_bytes, _moved_elements(workload)
+    width, (gathered, reduced) = workload.compute_bytes, _moved_elements(workload)
     moved = 0.0
     if workload.offloads_optimizer:
         moved += 4 * workload.trained  # the last gradients, in float32
         if not workload.offloads_parameters:
             moved += width * workload.trained
         if workload.zero.stage == 3:
-            moved += 2 * workload.gradient_bytes * elements.reduced
+            moved += 2 * workload.gradient_bytes * reduced
         elif workload.gradient_bytes == width and workload.backward_passes > 1:
             first = workload.trained if _reduces_every_chunk(workload) else 0
-            moved += width * (2 * elements.reduced - first)
+            moved += width * (2 * reduced - first)
     if workload.offloads_parameters:
-        moved += width * elements.gathered
+        moved += width * gathered
     moved /= workload.replicas
     if workload.checkpointing == "cpu":
         for work in tower_work(workload):
@@ -110,7 +100,9 @@ def _reduces_every_chunk(workload: Workload) -> bool:
     return workload.zero.stage >= 2 and not workload.coalesces
 
 
-def _moved_elements(workload: Workload) -> _MovedElements:
+def _moved_elements(workload: Workload) -> tuple[int, int]:
+    """Return the elements that ZeRO sends per step, over all ranks that share its partitions: of parameters that ZeRO-3
+    gathers, and of gradients, counted once for each gathering and each reduction."""
     image, text = towers = workload.parameters
     kept, again = workload.kept, workload.encoded_again
     every_chunk = _reduces_every_chunk(workload)
@@ -123,7 +115,7 @@ def _moved_elements(workload: Workload) -> _MovedElements:
     if workload.encodes_together or workload.pairs:
         forward, backward = workload.chunks[0] + again[0], workload.chunks[0]
         both = _gathered(workload, image.joined(text), forward, backward, offloads=False)
-        return _MovedElements(gathered + both, reduced)
+        return gathered + both, reduced
     # In the order of `megaclip.step.gradient_cache`: parameters are released when the other tower's passes begin.
     if kept.image + again[0]:
         turns = [(text, 0, kept.text), (image, again[0], kept.image + again[0]), (text, again[1], again[1])]
@@ -141,7 +133,7 @@ def _moved_elements(workload: Workload) -> _MovedElements:
             large = tower.above(threshold)
             gathered += (large.total + large.in_backward) * takes_part
             reduced += tower.trained * (takes_part and every_chunk)
-    return _MovedElements(gathered, reduced)
+    return gathered, reduced
 
 
 def _gathered(workload: Workload, tower: Parameters, forward: int, backward: int, *, offloads: bool) -> int:

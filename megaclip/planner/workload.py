@@ -19,7 +19,7 @@ from megaclip.config.section import LoraSettings
 from megaclip.config.training import default_text_micro_batch
 from megaclip.errors import ConfigError
 from megaclip.losses.settings import VARIANTS
-from megaclip.models import ModelConfig, ModelDescription, OpenClipConfig
+from megaclip.models import ModelConfig, ModelDescription
 from megaclip.models.compilation import compiles_whole_tower
 from megaclip.models.layers import check_split
 from megaclip.planner.constants import CACHED_PER_CORE
@@ -286,11 +286,6 @@ class Workload:
         return 4 if self.coalesces and self.bf16 and not self.accumulates_in_bf16 else 0
 
     @property
-    def payload_bytes(self) -> int:
-        """Bytes per number of the embeddings' gradients that ranks exchange."""
-        return 2 if self.megaclip.payload == "bf16" else 4
-
-    @property
     def sample_columns(self) -> int:
         """Float32 numbers that the loss keeps of every sample of the dataset: two estimates; with temperatures of each
         sample those two, Adam's four moments and a count of steps."""
@@ -373,12 +368,7 @@ class Workload:
         """Sizes of the image tower's and the text tower's parameters on one rank, without the loss's scalars. A caption
         decoder counts as a part of the text tower."""
         return tower_parameters(
-            type(self.model),
-            self.model.model_dump_json(),
-            self.image_unlocked,
-            self.text_unlocked,
-            self.tensor_ranks,
-            self.megaclip.lora,
+            self.model, self.image_unlocked, self.text_unlocked, self.tensor_ranks, self.megaclip.lora
         )
 
     @property
@@ -398,15 +388,14 @@ class Workload:
 
 @functools.lru_cache(maxsize=64)
 def tower_parameters(
-    kind: type[ModelConfig] | type[OpenClipConfig],
-    model_json: str,
+    config: ModelDescription,
     image_unlocked: int | None,
     text_unlocked: int | None,
     tensor_ranks: int,
     lora: LoraSettings | None,
 ) -> tuple[Parameters, Parameters]:
     """Count both towers' parameters on one of the tensor-parallel ranks, on the model itself, built without values."""
-    model = rank_model(kind, model_json, {"image": image_unlocked, "text": text_unlocked}, tensor_ranks, lora)
+    model = rank_model(config, {"image": image_unlocked, "text": text_unlocked}, tensor_ranks, lora)
 
     def sizes(tower: torch.nn.Module, trainable: bool) -> tuple[int, ...]:
         return tuple(each.numel() for each in tower.parameters() if each.requires_grad == trainable)

@@ -60,8 +60,8 @@ def build_engine(
     Every rank calls it with the same arguments, after the process group exists.
 
     Args:
-        compiles: torch.compile runs the towers (`MemoryPlan.compiles`).
-        recomputes: compiled towers compute some activations again in the backward pass (`MemoryPlan.recomputes`).
+        compiles: torch.compile runs the towers.
+        recomputes: compiled towers compute some activations again in the backward pass.
         objective: its modules become part of the model.
 
     Raises:

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import time
 from collections import Counter, deque
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,8 +28,6 @@ from megaclip.data.batch import BadSample
 from megaclip.data.loader import SMALLEST_PART, parts_of
 from megaclip.data.workers import shared_pixels
 from megaclip.errors import DataError
-from megaclip.planner import constants
-from megaclip.planner.memory import slots_ahead as planned_slots_ahead
 from tests.unit.data.data_samples import CountingTokenizer, pair_members, picture, write_shards, write_table, write_tar
 
 SAMPLES = 60
@@ -85,14 +82,11 @@ def take_steps(dataset, count, *, world_size=1, micro_batches=1, **options):
 
 @pytest.mark.parametrize("workers", [1, 3, 16])
 @pytest.mark.parametrize("rows", [1, 31, 33, 64, 1000, 4096])
-def test_the_parts_of_a_batch_are_its_rows_and_their_slots_are_planned(rows, workers):
+def test_the_parts_of_a_batch_are_its_rows(rows, workers):
     parts = parts_of(rows, workers)
     assert [row for part in parts for row in range(rows)[part]] == list(range(rows))
     largest = max(part.stop - part.start for part in parts)
-    assert len(parts) <= workers and largest <= max(-(-rows // workers), constants.SMALLEST_PART)
-    assert constants.SMALLEST_PART == SMALLEST_PART
-    workload = SimpleNamespace(workers=workers, batch=SimpleNamespace(micro_batch=rows))
-    assert planned_slots_ahead(workload) == slots_ahead(rows, workers)
+    assert len(parts) <= workers and largest <= max(-(-rows // workers), SMALLEST_PART)
 
 
 @pytest.mark.parametrize(("workers", "rows", "kept"), [(0, 3, 1), (1, 3, 1), (3, 1, 4), (2, 4, 3)])

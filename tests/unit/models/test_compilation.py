@@ -246,14 +246,14 @@ def test_a_plan_compiles_a_long_run_and_counts_what_it_saves(tmp_path: Path) -> 
     enough = math.ceil(estimate.startup / step) + 1
     for steps, expected in ((None, True), (enough, True), (enough // 2, False)):
         job = replace(auto, steps=steps)
-        assert plan_memory(job, machine).compiles == expected
+        assert plan_memory(job, machine).workload.megaclip.compile == expected
         assert plan_time(job, machine).towers == (compiled if expected else plain).towers
     for changed in ({"layer_norm": "apex"}, {"tensor_parallel_size": 2}):
         assert not compile_estimate(auto.with_megaclip(**changed), machine).pays
     cpu = describe(gpu="cpu", gpus=1)
-    assert not plan_memory(auto, cpu).compiles
-    assert plan_memory(auto.with_megaclip(compile=True), cpu).compiles
-    assert not plan_memory(auto.with_megaclip(compile=False), machine).compiles
+    assert not plan_memory(auto, cpu).workload.megaclip.compile
+    assert plan_memory(auto.with_megaclip(compile=True), cpu).workload.megaclip.compile
+    assert not plan_memory(auto.with_megaclip(compile=False), machine).workload.megaclip.compile
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
