@@ -53,7 +53,7 @@ from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights
 from megaclip.data import EvaluationLoader, ImageTransform, LabelledDataset, Tokenizer, load_tokenizer
 from megaclip.engine.process_group import start_process_group
 from megaclip.engine.saved_model import load_saved_model
-from megaclip.evaluation import ModelEncoder, class_weights, classify, evaluate_pairs
+from megaclip.evaluation import Evaluator, ModelEncoder, classify, evaluate_pairs, image_features
 from megaclip.evaluation.suite import find_tasks, open_task
 from megaclip.models import DualEncoder
 from megaclip.models.descriptions import load_model_config
@@ -438,11 +438,11 @@ class Scorer:
         encode = ModelEncoder(
             model.to(device), self._transform.normalise, device=device, cut_captions=model.cut_captions
         )
+        evaluator = Evaluator(encode, self._transform, self._tokenizer, batch_size=256, num_workers=0)
         scores: dict[str, float] = {}
         for part, key, data, batches in self._sets:
             if isinstance(data, LabelledDataset):
-                prompts = data.class_names, data.templates, self._tokenizer
-                found = classify(encode, batches, class_weights(encode, *prompts, prompt_batch_size=256))
+                found = classify(image_features(encode, batches), evaluator.class_weights(data))
                 result = {f"zero_shot_top{k}": found.accuracy(k) for k in (1, 5)}
             else:
                 result = evaluate_pairs(encode, batches).metrics

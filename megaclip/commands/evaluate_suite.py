@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from megaclip.checkpoint.output import writing
@@ -29,6 +28,7 @@ from megaclip.evaluation import Evaluator
 from megaclip.evaluation.suite import DATACOMP_TASKS, Task, find_tasks, open_task, score_task
 from megaclip.files import write_atomically
 from megaclip.logging import format_count
+from megaclip.models.lora import checksum_of
 
 _FORMAT = 1
 """Number that changes when the results of equal models and data change."""
@@ -43,17 +43,16 @@ def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, evaluator: 
         DataError: on every rank, after the report, if a task could not be evaluated.
         ConfigError: the results file is another file.
     """
-    lines: dict[str, Line] = {}
-    checksums: dict[str, str] = {}
+    lines, checksums = dict[str, Line](), dict[str, str]()
     with raise_on_all_ranks():
         tasks = find_tasks(arguments.suite)
         counted = [task for task in tasks if task.is_counted]
-        keys = [task.key for task in tasks]
         if group_rank() == 0 and arguments.json is not None:
-            of_model = _model_checksum(model, f"{arguments.precision}, probe: {arguments.probe}")
-            checksums = {task.key: _checksum(task, of_model) for task in counted if not task.is_repeated}
+            weights, description = checksum_of(model.model.state_dict()), model.model.config
+            settings = _FORMAT, arguments.precision, arguments.probe, model.transform, model.tokenizer.identity
+            checksums = {task.key: _checksum(task, f"{weights} {description} {settings}") for task in counted}
             lines = _kept(arguments.json, checksums)
-    require_equal({"--suite": f"tasks {', '.join(keys)}"})
+    require_equal({"--suite": f"tasks {', '.join(task.key for task in tasks)}"})
     lines, errors = gather_objects(lines)[0], dict[str, str]()
 
     def progress(batches: Iterable[Any], name: str) -> Iterable[Any]:
@@ -63,7 +62,7 @@ def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, evaluator: 
         with raise_on_all_ranks():
             if group_rank() == 0 and arguments.json is not None:
                 with writing(arguments.json):
-                    text = "".join(f"{json.dumps(lines[key])}\n" for key in keys if key in lines)
+                    text = "".join(f"{json.dumps(lines[key])}\n" for key in sorted(lines))
                     write_atomically(arguments.json, public(text))
 
     evaluator.progress = progress
@@ -75,10 +74,8 @@ def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, evaluator: 
             with raise_on_all_ranks():
                 data = open_task(task)
             require_equal({f"the task {task.key}": data_text(data)})
-            lines[task.key] = {
-                **score_task(evaluator, task, data, probe=arguments.probe),
-                "checksum": checksums.get(task.key),
-            }
+            line = score_task(evaluator, task, data, probe=arguments.probe)
+            lines[task.key] = line | {"checksum": checksums.get(task.key)}
         except DataError as error:
             errors[task.key] = str(error)
         else:
@@ -94,18 +91,8 @@ def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, evaluator: 
         raise failure
 
 
-def _model_checksum(model: SavedModel, settings: str) -> str:
-    """Return a checksum of the weights, their description, the preprocessing, the tokenizer and the settings."""
-    facts = _FORMAT, settings, model.model.config, model.transform, model.tokenizer.identity
-    sums = hashlib.sha256(repr(facts).encode())
-    for name, value in model.model.state_dict().items():
-        sums.update(name.encode())
-        sums.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return sums.hexdigest()
-
-
 def _checksum(task: Task, model: str) -> str:
-    """Return a checksum of the model and of the names, sizes and times of the files of a task."""
+    """Return a checksum of a description of the model, and of the names, sizes and times of the files of a task."""
     sums = hashlib.sha256(model.encode())
     for place, folders, files in os.walk(task.folder, followlinks=True):
         folders[:] = sorted(folder for folder in folders if folder != INDEX_FOLDER)
@@ -129,7 +116,7 @@ def _kept(path: Path, checksums: dict[str, str]) -> dict[str, Line]:
 
 def _report(tasks: list[Task], lines: dict[str, Line], errors: dict[str, str], *, as_markdown: bool) -> None:
     """Print the table, the averages, and what is missing."""
-    found = [lines[task.key] for task in tasks if task.key in lines]
+    found = [lines[key] for key in sorted(lines)]
     rows = [["task", "metric", "score", "samples"], *([["---", "---", "---:", "---:"]] if as_markdown else [])]
     for line in found:
         value = line["metrics"]["main_metric"]
@@ -139,10 +126,9 @@ def _report(tasks: list[Task], lines: dict[str, Line], errors: dict[str, str], *
             if name in line["metrics"]:
                 rows.append(["", name, f"{100 * line['metrics'][name]:.2f}", ""])
     datacomp = [key for key, settings in DATACOMP_TASKS.items() if settings.get("main_metric", "") is not None]
-    for name, keys in (("average", list(lines)), ("average of DataComp", datacomp)):
-        values = [line["metrics"]["main_metric"] for line in found if line["key"] in keys]
-        values = [value for value in values if value is not None]
-        if values:
+    scores = {line["key"]: line["metrics"]["main_metric"] for line in found}
+    for name, keys in (("average", list(scores)), ("average of DataComp", datacomp)):
+        if values := [value for key, value in scores.items() if key in keys and value is not None]:
             rows.append([name, format_count(len(values), "task"), f"{100 * sum(values) / len(values):.2f}", ""])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print()
@@ -153,10 +139,9 @@ def _report(tasks: list[Task], lines: dict[str, Line], errors: dict[str, str], *
     for line in found:
         for kind, count in line["bad_samples"].items():
             print(f"left out: {count} of {line['key']} ({kind})")
-    here = {task.key for task in tasks}
-    missing = [key for key in datacomp if key not in here]
+    missing = [key for key in datacomp if key not in [task.key for task in tasks]]
     if 0 < len(missing) < len(datacomp):
         print(f"not in the folder: {len(missing)} of DataComp's {len(datacomp)} tasks: {', '.join(missing)}")
     no_metric = {task.key: "DataComp has no main metric for it" for task in tasks if not task.is_counted}
-    for key, reason in {**no_metric, **errors}.items():
+    for key, reason in (no_metric | errors).items():
         print(f"not evaluated: {key}: {reason}")

@@ -4,7 +4,7 @@ Under ZeRO-3 a forward pass is a collective operation, because it gathers parame
 one. All of this package follows that rule: a rank with less data than the others encodes padding.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.functional import normalize
 
 from megaclip.comm.collectives import gather_rows, raise_on_all_ranks
-from megaclip.comm.groups import group_rank, group_size
 from megaclip.data.batch import PADDING_ID
 
 T = TypeVar("T")
@@ -68,51 +67,26 @@ class ModelEncoder:
         return _unit(image_features), _unit(text_features)
 
 
-def encode_texts(
-    encode: Encode,
-    texts: Sequence[str],
-    tokenizer: Callable[[list[str]], torch.Tensor],
-    *,
-    batch_size: int,
-    each: int = 1,
-) -> torch.Tensor:
-    """Return the features (n / each, D) float32 of n texts, of unit length, on every rank.
+def image_features(encode: Encode, batches: Iterable[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the features (b, D) of the images of each batch, and [id, label] (b, 2) int64 on the same device.
 
-    Every rank must call it. It encodes a part of the texts, and calls `encode` as often as the other ranks.
-
-    batch_size: number of texts that a rank encodes at once. each: number of consecutive texts whose mean is one row.
+    batches: this rank's `LabelledBatch`es, the same number on every rank. Rows with id -1 are padding.
     """
-    count = len(texts) // each
-    per_rank = -(-count // group_size())
-    # Ranks without rows of their own encode the last row again, because no rank may skip a call. The last line removes
-    # those rows.
-    mine = [min(group_rank() * per_rank + row, count - 1) for row in range(per_rank)]
-    own = [text for row in mine for text in texts[row * each : (row + 1) * each]]
-    features = []
-    for start in range(0, len(own), batch_size):
-        _, text_features = encode(tokens=tokenizer(own[start : start + batch_size]))
-        assert text_features is not None, "encode(tokens=...) returns text features"
-        features.append(normalize(text_features.float(), dim=-1))
-    means = torch.cat(features).unflatten(0, (per_rank, each)).mean(dim=1)
-    return gather_rows(normalize(means, dim=-1))[:count]
-
-
-def encode_images(encode: Encode, batches: Iterable[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the features (n, D) float32 of the images of all ranks, and [id, label] (n, 2) int64, sorted by id.
-
-    Every rank must call it, and has all rows. batches: as for `zero_shot.classify`. Padding rows are left out.
-    """
-    features, facts = [], []
     for batch in in_step(batches):
-        image_features, _ = encode(images=batch.images)
-        assert image_features is not None, "encode(images=...) returns image features"
-        features.append(image_features)
-        facts.append(torch.stack([batch.ids, batch.labels], dim=1).to(image_features.device))
-    all_features = gather_rows(torch.cat(features))
-    all_facts = gather_rows(torch.cat(facts))
-    order = all_facts[:, 0].argsort()
-    order = order[all_facts[order, 0] != PADDING_ID]
-    return all_features[order], all_facts[order]
+        features, _ = encode(images=batch.images)
+        assert features is not None, "encode(images=...) returns image features"
+        yield features, torch.stack([batch.ids, batch.labels], dim=1).to(features.device)
+
+
+def of_all_ranks(batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `image_features` yields on all ranks, (n, D) and (n, 2), sorted by id and without padding.
+
+    Every rank must call it, and has all rows.
+    """
+    features, rows = (gather_rows(torch.cat(parts)) for parts in zip(*batches, strict=True))
+    order = rows[:, 0].argsort()
+    order = order[rows[order, 0] != PADDING_ID]
+    return features[order], rows[order]
 
 
 def in_step(batches: Iterable[T]) -> Iterator[T]:

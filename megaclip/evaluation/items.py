@@ -6,8 +6,8 @@ of WinoGAViL candidate images and a cue, one of Crossmodal-3600 an image and its
 
 import csv
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,33 +28,36 @@ FILES = {
 
 @dataclass(frozen=True)
 class Item:
-    """Images and captions that are compared with each other, by their places in an `ItemSet`."""
+    """Images, by their names in the file of the set, and captions that are compared with each other."""
 
-    images: tuple[int, ...]
-    captions: tuple[int, ...]
-    right: tuple[int, ...] = ()
+    images: tuple[str, ...]
+    captions: tuple[str, ...]
+    right: tuple[str, ...] = ()
     """Images that belong to the cue of WinoGAViL."""
     language: str = ""
     """Language of the caption of Crossmodal-3600, such as "en"."""
 
+    def __post_init__(self) -> None:
+        for text in (*self.images, *self.captions):
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"expected a text, got {text!r}")
 
-@dataclass
+
 class ItemSet:
-    """Items, with each of their images and captions once. An `EvaluationLoader` reads the images, with the label 0."""
+    """Items, with each of their images once. An `EvaluationLoader` reads the images, with the label 0."""
 
-    name: str
-    """Path of the file."""
-    files: list[str] = field(default_factory=list)
-    """Paths of the images."""
-    captions: list[str] = field(default_factory=list)
-    items: list[Item] = field(default_factory=list)
+    def __init__(self, path: Path, items: list[Item], folder: Path) -> None:
+        """path: file of the set. folder: that of the images."""
+        self.name, self.items = str(path), items
+        self.images = list(dict.fromkeys(image for item in items for image in item.images))
+        self._files = [_image_file(folder, image) for image in self.images]
 
     def __len__(self) -> int:
-        return len(self.files)
+        return len(self.images)
 
     def read(self, sample_id: int) -> RawSample:
         """Return an undecoded image. Raises BadSample."""
-        path = self.files[sample_id]
+        path = self._files[sample_id]
         return RawSample(read_file(path, "image", path), Captions(("0",)), path)
 
     def shard_name(self, sample_id: int) -> str:
@@ -69,56 +72,43 @@ def item_files(folder: Path) -> list[tuple[str, Path]]:
 
 def open_items(key: str, path: Path) -> ItemSet:
     """Read a set of items. key, path: from `item_files`. Raises DataError for a file that is not as its authors'."""
-    result, rows = ItemSet(str(path)), 0
-    images, captions = dict[str, int](), dict[str, int]()
-    read = _READERS[key.partition("/")[0]]
-
-    def place(known: dict[str, int], text: Any) -> int:
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"expected a text, got {text!r}")
-        return known.setdefault(text, len(known))
-
+    items, number = list[Item](), 0
+    folder = path.parent / ("val2017" if key.startswith("sugar_crepe") else "images")
     try:
         for row in _rows(path):
-            rows += 1
-            result.items += read(row, lambda name: place(images, name), lambda text: place(captions, text))
-        folder = path.parent / ("val2017" if key.startswith("sugar_crepe") else "images")
-        result.files, result.captions = [_image_file(folder, name) for name in images], list(captions)
+            number += 1
+            items += _READERS[key.partition("/")[0]](row)
+        found = ItemSet(path, items, folder)
     except OSError as error:
         raise DataError(f"cannot read {path}: {os_reason(error)}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, csv.Error) as error:
         what = f"no {error}" if isinstance(error, KeyError) else first_line(error)
-        raise DataError(f"{path}, item {max(1, rows)}: {what}; expected the file that its authors publish") from error
-    if not result.items:
+        raise DataError(f"{path}, item {max(1, number)}: {what}; expected the file that its authors publish") from error
+    if not items:
         raise DataError(f"{path} has no items; expected the file that its authors publish")
-    return result
+    return found
 
 
-_Place = Callable[[Any], int]
+def _winoground(row: dict[str, Any]) -> Iterator[Item]:
+    yield Item((row["image_0"], row["image_1"]), (row["caption_0"], row["caption_1"]))
 
 
-def _winoground(row: dict[str, Any], image: _Place, caption: _Place) -> Iterator[Item]:
-    images = tuple(image(row[f"image_{number}"]) for number in (0, 1))
-    yield Item(images, tuple(caption(row[f"caption_{number}"]) for number in (0, 1)))
+def _sugar_crepe(row: dict[str, Any]) -> Iterator[Item]:
+    yield Item((row["filename"],), (row["caption"], row["negative_caption"]))
 
 
-def _sugar_crepe(row: dict[str, Any], image: _Place, caption: _Place) -> Iterator[Item]:
-    yield Item((image(row["filename"]),), (caption(row["caption"]), caption(row["negative_caption"])))
-
-
-def _winogavil(row: dict[str, Any], image: _Place, caption: _Place) -> Iterator[Item]:
+def _winogavil(row: dict[str, Any]) -> Iterator[Item]:
     candidates, right = json.loads(row["candidates"]), json.loads(row["associations"])
     if not right or not set(right) <= set(candidates):
         raise ValueError(f"the associations {right} are not among the candidates {candidates}")
     cue = row["cue"].lower()
-    prompt = caption(f"{'An' if cue[0] in 'aeiou' else 'A'} {cue}")
-    yield Item(tuple(map(image, candidates)), (prompt,), right=tuple(map(image, right)))
+    yield Item(tuple(candidates), (f"{'An' if cue[0] in 'aeiou' else 'A'} {cue}",), right=tuple(right))
 
 
-def _crossmodal(row: dict[str, Any], image: _Place, caption: _Place) -> Iterator[Item]:
+def _crossmodal(row: dict[str, Any]) -> Iterator[Item]:
     for language, texts in sorted(row.items()):
         if isinstance(texts, dict):
-            yield Item((image(row["image/key"]),), (caption(texts["caption"][0]),), language=language)
+            yield Item((row["image/key"],), (texts["caption"][0],), language=language)
 
 
 _READERS = {
@@ -127,6 +117,7 @@ _READERS = {
     "misc": _winogavil,
     "crossmodal3600": _crossmodal,
 }
+"""Function that returns the items of a row of the file, by the first part of the key of the task."""
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:

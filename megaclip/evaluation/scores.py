@@ -7,11 +7,12 @@ An `Encode` computes the features. Every rank calls `encode` equally often, so i
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.nn.functional import normalize
 
 from megaclip.comm.collectives import gather_integers, gather_rows, sum_counts, sum_over_ranks
 from megaclip.comm.groups import group_rank, group_size
@@ -19,10 +20,13 @@ from megaclip.data import EvaluationLoader, ImageTransform, LabelledDataset, Pai
 from megaclip.data.batch import PADDING_ID
 from megaclip.data.reading import MIN_SAMPLES_FOR_LIMIT, ReadableSet
 from megaclip.errors import DataError
-from megaclip.evaluation.encoder import Encode, in_step
+from megaclip.evaluation.encoder import Encode, image_features, in_step
 from megaclip.evaluation.retrieval import RetrievalExamples, retrieval, retrieval_examples
-from megaclip.evaluation.zero_shot import class_weights, classify
+from megaclip.evaluation.zero_shot import classify
 from megaclip.logging import get_logger, log_once
+
+_EXAMPLES = 32
+"""Number of images and captions in the similarity picture."""
 
 _logger = get_logger(__name__)
 
@@ -71,7 +75,8 @@ class Evaluator:
         metrics, bad_samples, result = dict[str, float](), Counter[str](), Evaluation()
         if labelled is not None:
             loader = self.loader(labelled)
-            found = classify(self.encode, self.progress(loader, "zero-shot"), self.class_weights(labelled))
+            images = image_features(self.encode, self.progress(loader, "zero-shot"))
+            found = classify(images, self.class_weights(labelled))
             metrics |= {f"zero_shot_top{k}": found.accuracy(k) for k in (1, 5)}
             bad_samples.update(count_bad_samples(loader))
         if pairs is not None:
@@ -94,13 +99,36 @@ class Evaluator:
         )
 
     def class_weights(self, data: LabelledDataset) -> torch.Tensor:
-        """Return the class embeddings (C, D) of a dataset. Equal classes and templates are encoded once."""
+        """Return the class embeddings (C, D) float32 of a dataset, of unit length, on every rank.
+
+        Every rank must call it. Equal classes and templates are encoded once.
+        """
         key = json.dumps([data.class_names, data.templates])
         if key not in self._weights:  # several sets of a suite have the classes of ImageNet
-            self._weights[key] = class_weights(
-                self.encode, data.class_names, data.templates, self.tokenizer, prompt_batch_size=self.text_batch_size
-            )
+            prompts = [template.replace("{c}", name) for name in data.class_names for template in data.templates]
+            self._weights[key] = self.text_features(prompts, each=len(data.templates))
         return self._weights[key]
+
+    def text_features(self, texts: Sequence[str], *, each: int = 1) -> torch.Tensor:
+        """Return the features (n / each, D) float32 of n texts, of unit length, on every rank.
+
+        Every rank must call it. It encodes a part of the texts, and calls `encode` as often as the other ranks.
+
+        each: number of consecutive texts whose mean is one row.
+        """
+        count = len(texts) // each
+        per_rank = -(-count // group_size())
+        # Ranks without rows of their own encode the last row again, because no rank may skip a call. The last line
+        # removes those rows.
+        mine = [min(group_rank() * per_rank + row, count - 1) for row in range(per_rank)]
+        own = [text for row in mine for text in texts[row * each : (row + 1) * each]]
+        features = []
+        for start in range(0, len(own), self.text_batch_size):
+            _, text_features = self.encode(tokens=self.tokenizer(own[start : start + self.text_batch_size]))
+            assert text_features is not None, "encode(tokens=...) returns text features"
+            features.append(normalize(text_features.float(), dim=-1))
+        means = torch.cat(features).unflatten(0, (per_rank, each)).mean(dim=1)
+        return gather_rows(normalize(means, dim=-1))[:count]
 
 
 def count_bad_samples(loader: EvaluationLoader) -> dict[str, int]:
@@ -115,46 +143,36 @@ def count_bad_samples(loader: EvaluationLoader) -> dict[str, int]:
     return counts
 
 
-def evaluate_pairs(encode: Encode, batches: Iterable[Any], *, example_count: int = 32) -> Evaluation:
+def evaluate_pairs(encode: Encode, batches: Iterable[Any]) -> Evaluation:
     """Return the scores of retrieval over all ranks, with examples. Every rank must call it.
 
-    Args:
-        batches: this rank's `EvaluationBatch`es of image-caption pairs. Pairs with equal images are one image with
-            several captions.
-        example_count: number of images and captions in the similarity picture.
-
-    Raises:
-        DataError: there are no pairs.
+    batches: this rank's `EvaluationBatch`es of image-caption pairs. Pairs with equal images are one image with several
+    captions. Raises DataError if there are no pairs.
     """
-    images, texts, image_ids, text_image_ids, leading_ids = _encode_pairs(encode, batches)
-    examples = retrieval_examples(images, texts, image_ids, leading_ids, example_count)
+    parts = []
+    for number, batch in enumerate(in_step(batches)):
+        images, texts = _encode_batch(encode, batch)
+        rows = batch.caption_rows + number * len(batch.ids)
+        columns = torch.stack([batch.ids, batch.image_digests, batch.caption_lines], dim=1)
+        parts.append((images, texts, rows.to(images.device), columns.to(images.device)))
+    if not parts:
+        raise DataError("retrieval requires at least one batch of image-caption pairs on every rank, got none")
+    images, texts, row, columns = map(torch.cat, zip(*parts, strict=True))
+    pair_ids, digests, lines = columns.T.contiguous()
+    if several := int(sum_over_ranks((lines > 1).sum())):
+        log_once(
+            _logger.warning,
+            f"texts of --val-data with several lines: {several}; each text is one caption, and --group-captions makes "
+            "each line a caption of its own",
+        )
+    image_of_pair = first_equal_image(pair_ids, digests)
+    image_ids = pair_ids.masked_fill(image_of_pair != pair_ids, PADDING_ID)  # a repeated image counts once
+    text_image_ids = image_of_pair[row]
+    is_first = row.diff(prepend=row.new_tensor([-1])) > 0  # of the captions of its pair
+    leading_ids = image_ids[row].masked_fill(~is_first, PADDING_ID)
+    examples = retrieval_examples(images, texts, image_ids, leading_ids, _EXAMPLES)
     captions = int(sum_over_ranks((text_image_ids != PADDING_ID).sum()))
     return Evaluation(retrieval(images, texts, image_ids, text_image_ids), examples, captions=captions)
-
-
-def _encode_pairs(encode: Encode, pairs: Iterable[Any]) -> tuple[torch.Tensor, ...]:
-    """Encode this rank's images and captions batch by batch, and group the captions by image.
-
-    Returns:
-        Image features (n, D), text features (m, D), the id of each image (n,), the id of each caption's image (m,), and
-        the same with -1 for all captions of an image but the first.
-    """
-    images, texts, columns, rows = [list[torch.Tensor]() for _ in range(4)]
-    for number, batch in enumerate(in_step(pairs)):
-        image_features, text_features = _encode_batch(encode, batch)
-        images.append(image_features)
-        texts.append(text_features)
-        rows.append((batch.caption_rows + number * len(batch.ids)).to(image_features.device))
-        columns.append(torch.stack([batch.ids, batch.image_digests, batch.caption_lines]).to(image_features.device))
-    if not columns:
-        raise DataError("retrieval requires at least one batch of image-caption pairs on every rank, got none")
-    pair_ids, digests, lines = torch.cat(columns, dim=1)
-    _warn_of_lines(lines)
-    image_of_pair, row = first_equal_image(pair_ids, digests), torch.cat(rows)
-    image_ids = pair_ids.masked_fill(image_of_pair != pair_ids, PADDING_ID)  # a repeated image counts once
-    is_first = row.diff(prepend=row.new_tensor([-1])) > 0
-    leading_ids = image_ids[row].masked_fill(~is_first, PADDING_ID)
-    return torch.cat(images), torch.cat(texts), image_ids, image_of_pair[row], leading_ids
 
 
 def first_equal_image(pair_ids: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:
@@ -190,14 +208,3 @@ def _encode_batch(encode: Encode, batch: Any) -> tuple[torch.Tensor, torch.Tenso
         features.append(encode(images=None if start else batch.images, tokens=tokens))
     # `encode` may return None, but only for what it was not given.
     return features[0][0], torch.cat([texts for _, texts in features])[:count]  # type: ignore[return-value, misc]
-
-
-def _warn_of_lines(caption_lines: torch.Tensor) -> None:
-    """Warn once if captions have several lines, which may be several captions. caption_lines: those of this rank."""
-    several = int(sum_over_ranks((caption_lines > 1).sum()))
-    if several:
-        log_once(
-            _logger.warning,
-            f"texts of --val-data with several lines: {several}; each text is one caption, and --group-captions makes "
-            "each line a caption of its own",
-        )

@@ -6,9 +6,10 @@ of its images. Other sets have the main metric of their kind, such as accuracy.
 """
 
 import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from megaclip.data.labelled import (
 from megaclip.data.patterns import literal
 from megaclip.errors import DataError, os_errors_as
 from megaclip.evaluation import task_metrics
-from megaclip.evaluation.encoder import Encode, encode_images, encode_texts, in_step
-from megaclip.evaluation.items import Item, ItemSet, item_files, open_items
+from megaclip.evaluation.encoder import image_features, of_all_ranks
+from megaclip.evaluation.items import ItemSet, item_files, open_items
 from megaclip.evaluation.probe import HELD_OUT, linear_probe, nearest_neighbours
 from megaclip.evaluation.retrieval import RECALL_AT, retrieval
 from megaclip.evaluation.scores import Evaluator, count_bad_samples, evaluate_pairs
@@ -53,8 +54,6 @@ class Task:
     folder: Path
     items: Path | None = None
     """File of a set of items."""
-    is_repeated: bool = False
-    """Another folder of the suite has the same key."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -68,7 +67,10 @@ class Task:
 
 
 def find_tasks(suite: Path) -> list[Task]:
-    """Return the tasks in the sub-folders of a folder, sorted by key. Raises DataError if there are none."""
+    """Return the tasks in the sub-folders of a folder, sorted by key.
+
+    Raises DataError if there are none, or two with the same key.
+    """
     tasks = []
     with os_errors_as(DataError, f"cannot read the suite {str(suite)!r}"):
         for folder in sorted(entry for entry in suite.iterdir() if entry.is_dir() and entry.name[0] != "."):
@@ -78,8 +80,11 @@ def find_tasks(suite: Path) -> list[Task]:
         raise DataError(f"the suite {str(suite)!r} has no sub-folders; expected one per task, such as wds_cars_test")
     if split_names(suite) or item_files(suite):
         raise DataError(f"the suite {str(suite)!r} is one set; give the folder that contains it, or rename its folders")
-    counts = Counter(task.key for task in tasks)
-    return [replace(task, is_repeated=counts[task.key] > 1) for task in sorted(tasks, key=lambda task: task.key)]
+    tasks.sort(key=lambda task: task.key)
+    for task, after in pairwise(tasks):
+        if task.key == after.key:
+            raise DataError(f"several folders are {task.key}; keep one of them in the suite, or rename the others")
+    return tasks
 
 
 def _key_of(name: str) -> str:
@@ -97,8 +102,6 @@ def open_task(task: Task) -> TaskData:
 
     Raises DataError, with one line, if the data is missing or cannot be read.
     """
-    if task.is_repeated:
-        raise DataError(f"several folders are {task.key}; keep one of them in the suite, or rename the others")
     if task.items is not None:
         return open_items(task.key, task.items)
     with os_errors_as(DataError, f"cannot read {task.folder}"):
@@ -141,24 +144,17 @@ def score_task(evaluator: Evaluator, task: Task, data: TaskData, *, probe: bool 
     dataset = task.settings.get("dataset", task.key)
     loader = evaluator.loader(data)
     batches, lost = evaluator.progress(loader, dataset), dict[str, int]()
+    metrics: Metrics
     if isinstance(data, LabelledDataset):
-        encode = evaluator.encode
-        if probe := probe and not data.has_several_labels and "train" in split_names(task.folder):
-            batches = [replace(batch, images=encode(images=batch.images)[0]) for batch in in_step(batches)]
-            encode = _encoded
-        metrics, main, samples = _classification(evaluator, encode, task, data, batches)
-        if probe:
-            probed, lost = _probe(evaluator, task, data, *encode_images(encode, batches))
-            metrics |= probed
+        metrics, samples, lost = _classification(evaluator, task, data, batches, probe)
     elif isinstance(data, ItemSet):
-        metrics, main, samples = _items(evaluator, data, batches)
+        metrics, samples = _items(evaluator, data, batches)
         lost = {"items with an unreadable image": len(data.items) - samples} if samples < len(data.items) else {}
     else:
         result = evaluate_pairs(evaluator.encode, batches)
         assert result.examples is not None, "evaluate_pairs returns examples"
-        metrics, main, samples = {**_recall(result.metrics)}, "mean_recall@1", result.examples.candidates
-    bad_samples = count_bad_samples(loader) | lost
-    main = task.settings.get("main_metric", main)
+        metrics, samples = {**_recall(result.metrics)}, result.examples.candidates
+    main = task.settings.get("main_metric", next(iter(metrics)))
     if main not in metrics:
         raise DataError(
             f"{task.folder}: the metric of {dataset} is {main}, but this set gives {', '.join(metrics)}; rename "
@@ -166,12 +162,32 @@ def score_task(evaluator: Evaluator, task: Task, data: TaskData, *, probe: bool 
         )
     metrics["main_metric"] = metrics[main]
     line = {"key": task.key, "dataset": dataset, "metrics": metrics}
-    return line | {"metric": main, "samples": samples, "bad_samples": bad_samples}
+    return line | {"metric": main, "samples": samples, "bad_samples": count_bad_samples(loader) | lost}
 
 
-def _encoded(images: Any = None, tokens: Any = None) -> tuple[Any, Any]:
-    """Return the features that batches have in the place of their images, as an `Encode`."""
-    return images, tokens
+def _classification(
+    evaluator: Evaluator, task: Task, data: LabelledDataset, batches: Iterable[Any], probe: bool
+) -> tuple[Metrics, int, dict[str, int]]:
+    """Return metrics, the number of images, and that of the images of the train split that are left out, by kind."""
+    weights, images = evaluator.class_weights(data), image_features(evaluator.encode, batches)
+    if data.has_several_labels:
+        features, rows = of_all_ranks(images)
+        if not len(features):
+            raise DataError(f"{task.folder}: the images or labels of all {len(data)} samples are missing or unreadable")
+        scores = (features.double() @ weights.double().T).cpu().numpy()
+        precision = task_metrics.mean_average_precision(scores, _numbers(data, rows[:, 0].tolist()) == 1)
+        return {"mean_average_precision": precision}, len(scores), {}
+    kept = list(images) if probe and "train" in split_names(task.folder) else None
+    found = classify(images if kept is None else kept, weights)
+    metrics, lost = task_metrics.accuracy_metrics(found, len(weights)), dict[str, int]()
+    if groups := task.settings.get("groups", {}):
+        columns = dict(zip(task.settings["fields"], _numbers(data, found.ids.tolist()).T, strict=True))
+        for name, worst in groups.items():
+            metrics |= task_metrics.group_metrics(found, columns[name], name, worst)
+    if kept is not None:
+        probed, lost = _probe(evaluator, task, data, *of_all_ranks(kept))
+        metrics |= probed
+    return metrics, len(found.ids), lost
 
 
 def _probe(
@@ -183,13 +199,12 @@ def _probe(
         if train.class_names != data.class_names:
             raise DataError(f"{task.folder}: the train split has other classes than the test split")
     loader = evaluator.loader(train)
-    features, rows = encode_images(evaluator.encode, evaluator.progress(loader, task.key))
+    features, rows = of_all_ranks(image_features(evaluator.encode, evaluator.progress(loader, task.key)))
     if len(features) < HELD_OUT or len(rows[:, 1].unique()) < 2:
         raise DataError(
             f"{task.folder}: the train split has {len(features)} readable images of {len(rows[:, 1].unique())} "
             f"classes; --probe requires {HELD_OUT} images of 2 classes or more"
         )
-    lost = {f"{kind}, in the train split": count for kind, count in count_bad_samples(loader).items()}
     arguments = features, rows[:, 1], test, len(data.class_names)
     labels, (linear, strength) = test_rows[:, 1].cpu().numpy(), linear_probe(*arguments)
     recalls = [float(np.mean((linear == label)[labels == label])) for label in np.unique(labels)]
@@ -199,68 +214,55 @@ def _probe(
         "lp_C": strength,
         "knn_acc1": float(np.mean(nearest_neighbours(*arguments) == labels)),
     }
-    return metrics, lost
+    return metrics, {f"{kind}, in the train split": count for kind, count in count_bad_samples(loader).items()}
 
 
-def _classification(
-    evaluator: Evaluator, encode: Encode, task: Task, data: LabelledDataset, batches: Iterable[Any]
-) -> tuple[Metrics, str, int]:
-    """Return the metrics of labelled images, the name of the main one, and the number of images."""
-    weights = evaluator.class_weights(data)
-    if data.has_several_labels:
-        features, rows = encode_images(encode, batches)
-        if not len(features):
-            raise DataError(f"{task.folder}: the images or labels of all {len(data)} samples are missing or unreadable")
-        scores = (features.double() @ weights.double().T).cpu().numpy()
-        precision = task_metrics.mean_average_precision(scores, _numbers(data, rows[:, 0].tolist()) == 1)
-        return {"mean_average_precision": precision}, "mean_average_precision", len(scores)
-    found = classify(encode, batches, weights)
-    metrics = task_metrics.accuracy_metrics(found, len(weights))
-    if groups := task.settings.get("groups", {}):
-        columns = dict(zip(task.settings["fields"], _numbers(data, found.ids.tolist()).T, strict=True))
-        for name, worst in groups.items():
-            hits = found.ranks < (5 if "_top5_" in worst else 1)
-            metrics |= task_metrics.group_metrics(hits, columns[name], name, worst.rpartition("_w")[0], worst)
-    return metrics, "acc1", len(found.ids)
-
-
-def _items(evaluator: Evaluator, data: ItemSet, batches: Iterable[Any]) -> tuple[Metrics, str, int]:
-    """Return the metrics of items, the name of the main one, and the number of items whose images can be read."""
-    features, rows = encode_images(evaluator.encode, batches)
-    row = {image: number for number, image in enumerate(rows[:, 0].tolist())}
+def _items(evaluator: Evaluator, data: ItemSet, batches: Iterable[Any]) -> tuple[Metrics, int]:
+    """Return the metrics of items, and the number of items whose images can be read."""
+    features, rows = of_all_ranks(image_features(evaluator.encode, batches))
+    row = {data.images[image]: number for number, image in enumerate(rows[:, 0].tolist())}
     items = [item for item in data.items if all(image in row for image in item.images)]
     if not items:
         raise DataError(f"{data.name}: the images of all {len(data.items)} items are missing or unreadable")
-    texts = encode_texts(evaluator.encode, data.captions, evaluator.tokenizer, batch_size=evaluator.text_batch_size)
+    captions = list(dict.fromkeys(caption for item in data.items for caption in item.captions))
+    texts, text_row = evaluator.text_features(captions), {caption: number for number, caption in enumerate(captions)}
     if items[0].language:
-        return _languages(items, features, row, texts), "mean_recall@1", len(items)
-    images, captions = (each.double().cpu().numpy() for each in (features, texts))
-    similarities = [images[[row[k] for k in item.images]] @ captions[list(item.captions)].T for item in items]
+        pairs: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for item in items:
+            pairs[item.language].append((row[item.images[0]], text_row[item.captions[0]]))
+        return _languages(pairs, features, texts), len(items)
+    image_rows, text_rows = (each.double().cpu().numpy() for each in (features, texts))
+    similarities = [
+        image_rows[[row[image] for image in item.images]] @ text_rows[[text_row[text] for text in item.captions]].T
+        for item in items
+    ]
     if items[0].right:
         is_right = [np.isin(item.images, item.right) for item in items]
-        metrics = task_metrics.association_metrics([values[:, 0] for values in similarities], is_right)
-        return metrics, "jaccard_score_10-12", len(items)
-    return task_metrics.selection_metrics(similarities), "acc", len(items)
+        return task_metrics.association_metrics([values[:, 0] for values in similarities], is_right), len(items)
+    return task_metrics.selection_metrics(similarities), len(items)
 
 
-def _languages(items: list[Item], features: torch.Tensor, row: dict[int, int], texts: torch.Tensor) -> Metrics:
-    """Return recalls of each language, as `image_retrieval_recall@1/en`, and their means over the languages."""
+def _languages(pairs: dict[str, list[tuple[int, int]]], images: torch.Tensor, texts: torch.Tensor) -> Metrics:
+    """Return recalls of each language, as `image_retrieval_recall@1/en`, and their means over the languages.
+
+    pairs: rows of an image in `images` and of its caption in `texts`, by language.
+    """
     found: dict[str, dict[str, float]] = {}
-    for language in sorted({item.language for item in items}):
-        own = [item for item in items if item.language == language][group_rank() :: group_size()]
-        ids = torch.tensor([item.images[0] for item in own], dtype=torch.int64, device=features.device)
-        images, captions = [row[item.images[0]] for item in own], [item.captions[0] for item in own]
-        found[language] = _recall(retrieval(features[images], texts[captions], ids))
+    for language, of_language in sorted(pairs.items()):
+        own = torch.tensor(of_language, device=images.device)[group_rank() :: group_size()]
+        image_rows, text_rows = own.unbind(1)
+        found[language] = _recall(retrieval(images[image_rows], texts[text_rows], image_rows))
     names = next(iter(found.values()))
     means: Metrics = {name: float(np.mean([of[name] for of in found.values()])) for name in names}
     return means | {f"{name}/{language}": of[name] for language, of in found.items() for name in names}
 
 
 def _recall(metrics: dict[str, float]) -> dict[str, float]:
-    """Return recalls under CLIP_benchmark's names. Text retrieval finds the captions of an image."""
-    ways = (("i2t", "text"), ("t2i", "image"))
-    result = {f"{name}_retrieval_recall@{k}": metrics[f"retrieval_r{k}_{way}"] for way, name in ways for k in RECALL_AT}
-    return result | {"mean_recall@1": (metrics["retrieval_r1_i2t"] + metrics["retrieval_r1_t2i"]) / 2}
+    """Return recalls under CLIP_benchmark's names, the mean first. Text retrieval finds the captions of an image."""
+    result = {"mean_recall@1": (metrics["retrieval_r1_i2t"] + metrics["retrieval_r1_t2i"]) / 2}
+    for way, name in (("i2t", "text"), ("t2i", "image")):
+        result |= {f"{name}_retrieval_recall@{k}": metrics[f"retrieval_r{k}_{way}"] for k in RECALL_AT}
+    return result
 
 
 def _numbers(data: LabelledDataset, ids: list[int]) -> np.ndarray:

@@ -12,7 +12,7 @@ from megaclip.evaluation.ranking import TIE_TOLERANCE
 from megaclip.evaluation.zero_shot import Classified
 
 Metrics = dict[str, float | None]
-"""Metrics by name. None: not defined for this task, such as top-5 accuracy of four classes."""
+"""Metrics by name, the main one of a kind of task first. None: not defined, such as top-5 accuracy of four classes."""
 
 
 def accuracy_metrics(found: Classified, class_count: int) -> Metrics:
@@ -33,23 +33,23 @@ def accuracy_metrics(found: Classified, class_count: int) -> Metrics:
     }
 
 
-def group_metrics(hits: np.ndarray, groups: np.ndarray, field: str, name: str, worst: str) -> Metrics:
+def group_metrics(found: Classified, groups: np.ndarray, field: str, worst: str) -> Metrics:
     """Return the accuracy, the accuracy and the number of images of each group, and the accuracy of the worst group.
 
     Args:
-        hits: whether the model is right, (n,) bool.
         groups: number of the group of each image, (n,) int64.
         field: name of the groups, such as "region".
-        name: name of the accuracy, such as "acc_top5".
-        worst: name of the worst accuracy, such as "acc_worst_region".
+        worst: name of the worst accuracy, such as "acc_worst_region". "acc_top5_wg" is accuracy at 5, others at 1.
     """
+    name = worst.rpartition("_w")[0]
+    hits = found.ranks < (5 if name == "acc_top5" else 1)
     metrics: Metrics = {f"{name}_avg": float(np.mean(hits))}
+    accuracies = []
     for group in np.unique(groups).tolist():
         of_group = hits[groups == group]
-        metrics[f"{name}_{field}:{group}"] = float(np.mean(of_group))
-        metrics[f"count_{field}:{group}"] = len(of_group)
-    metrics[worst] = min(value for key, value in metrics.items() if key.startswith(name) and value is not None)
-    return metrics
+        accuracies.append(float(np.mean(of_group)))
+        metrics |= {f"{name}_{field}:{group}": accuracies[-1], f"count_{field}:{group}": len(of_group)}
+    return metrics | {worst: min(accuracies)}
 
 
 def mean_average_precision(scores: np.ndarray, targets: np.ndarray) -> float:
@@ -76,7 +76,7 @@ def selection_metrics(similarities: Sequence[np.ndarray]) -> Metrics:
     """
     scores = np.array([[_selects_diagonal(rows), _selects_diagonal(rows.T)] for rows in similarities])
     text, image = scores.mean(axis=0).tolist()
-    return {"image_acc": image, "text_acc": text, "acc": float(scores.all(axis=1).mean())}
+    return {"acc": float(scores.all(axis=1).mean()), "image_acc": image, "text_acc": text}
 
 
 def _selects_diagonal(similarities: np.ndarray) -> bool:
@@ -98,7 +98,7 @@ def association_metrics(similarities: Sequence[np.ndarray], is_right: Sequence[n
         wrong_ahead = ~(values < values[right, None] - TIE_TOLERANCE) & ~right
         hits = np.count_nonzero(np.sort(wrong_ahead.sum(axis=1)) + np.arange(right.sum()) < right.sum())
         scores.append(hits / (2 * right.sum() - hits))
-    metrics: Metrics = {"avg_jaccard_score": float(np.mean(scores))}
-    for name, rows in (("5-6", counts <= 6), ("10-12", counts >= 10)):
+    metrics: Metrics = {}
+    for name, rows in (("10-12", counts >= 10), ("5-6", counts <= 6)):
         metrics[f"jaccard_score_{name}"] = float(np.mean(np.array(scores)[rows])) if rows.any() else None
-    return metrics
+    return metrics | {"avg_jaccard_score": float(np.mean(scores))}

@@ -6,9 +6,8 @@ embeddings (C, D) are gathered. Then every rank classifies its own images, and t
 against the model (`ranking`). With five classes or fewer, top-5 accuracy is always 1.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,6 @@ import torch
 from megaclip.comm.collectives import gather_rows
 from megaclip.data.batch import PADDING_ID
 from megaclip.errors import DataError
-from megaclip.evaluation.encoder import Encode, encode_texts, in_step
 from megaclip.evaluation.ranking import TIE_TOLERANCE, ahead, nan_is_worst, similarity_tiles, tile_side
 
 
@@ -38,46 +36,21 @@ class Classified:
         return float(np.mean(self.ranks < k))
 
 
-def classify(encode: Encode, batches: Iterable[Any], weights: torch.Tensor) -> Classified:
+def classify(batches: Iterable[tuple[torch.Tensor, torch.Tensor]], weights: torch.Tensor) -> Classified:
     """Classify the images of all ranks. Every rank must call it.
 
-    Args:
-        batches: this rank's `LabelledBatch`es, the same number on every rank: images (b, 3, H, W), labels (b,), ids
-            (b,). Rows with id -1 are padding and are ignored.
-        weights: class embeddings (C, D) of `class_weights`.
-
-    Raises:
-        DataError: there are only padding rows.
+    batches: this rank's images, from `encoder.image_features`. weights: class embeddings (C, D) of unit length. Raises
+    DataError if there are only padding rows.
     """
-    found = [torch.empty(0, 4, dtype=torch.int64, device=weights.device)]
-    for batch in in_step(batches):
-        features, _ = encode(images=batch.images)
-        assert features is not None, "encode(images=...) returns image features"
-        labels, ids = batch.labels.to(weights.device), batch.ids.to(weights.device)
+    found = []
+    for features, ids_and_labels in batches:
+        ids, labels = ids_and_labels.unbind(1)
         found.append(torch.stack([ids, labels, *_classify(features, labels.clamp(min=0), weights)], dim=1))
     rows = gather_rows(torch.cat(found)).cpu().numpy()
     rows = rows[rows[:, 0] != PADDING_ID]
     if not len(rows):
         raise DataError("zero-shot classification requires at least one image, got only padding rows; check the data")
     return Classified(*rows[rows[:, 0].argsort()].T)
-
-
-def class_weights(
-    encode: Encode,
-    class_names: Sequence[str],
-    templates: Sequence[str],
-    tokenizer: Callable[[list[str]], torch.Tensor],
-    *,
-    prompt_batch_size: int,
-) -> torch.Tensor:
-    """Return the class embeddings (C, D) float32, of unit length, on every rank.
-
-    Every rank must call it; it calls `encode` equally often on every rank. class_names: in the order of the labels.
-    templates: prompts, each with `{c}` at the place of the class name. prompt_batch_size: number of prompts that a rank
-    encodes at once.
-    """
-    prompts = [template.replace("{c}", name) for name in class_names for template in templates]
-    return encode_texts(encode, prompts, tokenizer, batch_size=prompt_batch_size, each=len(templates))
 
 
 def _classify(features: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -117,7 +117,7 @@ def checksum_of(weights: StateDict) -> str:
     digest = hashlib.sha256()
     for name, value in sorted(weights.items()):
         digest.update(f"{name} {list(value.shape)}".encode())
-        digest.update(value.detach().float().contiguous().numpy().data)
+        digest.update(value.detach().float().cpu().contiguous().numpy().data)
     return digest.hexdigest()
 
 

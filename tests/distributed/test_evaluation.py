@@ -15,7 +15,16 @@ import torch
 from megaclip.comm.collectives import gather_objects
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.errors import DataError
-from megaclip.evaluation import ModelEncoder, class_weights, classify, evaluate_pairs, ranking, retrieval_examples
+from megaclip.evaluation import (
+    Evaluator,
+    ModelEncoder,
+    classify,
+    evaluate_pairs,
+    image_features,
+    ranking,
+    retrieval_examples,
+    scores,
+)
 from megaclip.evaluation.retrieval import retrieval, retrieval_ranks
 from megaclip.evaluation.scores import count_bad_samples
 from megaclip.models import ModelConfig, build_model
@@ -160,10 +169,10 @@ def check_zero_shot(class_count: int, image_count: int) -> None:
     weights = (2 * WORDS[:class_count] + WORDS[[int(f"1{index}") for index in range(class_count)]]).double().numpy()
     weights /= np.linalg.norm(weights, axis=1, keepdims=True)
     features = (weights[labels] + 1.5 * unit_features(generator, image_count, DIM)).astype(np.float32)
-    names = [str(index) for index in range(class_count)]
-    prompts = class_weights(model, names, templates, tokenizer, prompt_batch_size=4)
+    data = SimpleNamespace(class_names=[str(index) for index in range(class_count)], templates=templates)
+    prompts = Evaluator(model, None, tokenizer, 1, 0, text_batch_size=4).class_weights(data)  # type: ignore[arg-type]
     with mock.patch.object(ranking, "TILE_BUDGET_MIB", TINY_MIB):
-        found = classify(model, local_batches(features, labels), prompts)
+        found = classify(image_features(model, local_batches(features, labels)), prompts)
     ranks = ranks_by_sorting(features.astype(np.float64) @ weights.T, np.arange(class_count) == labels[:, None])
     np.testing.assert_array_equal(found.ranks, ranks)
     model.check_ranks_are_in_step()
@@ -184,7 +193,8 @@ def check_pairs(layout: str) -> None:
             of_row = [words[owner == image] if image >= 0 else words[:1] for image in batch.ids.numpy()]
             batch.tokens = torch.from_numpy(np.concatenate(of_row))[:, None]
             batch.caption_rows = torch.arange(len(of_row)).repeat_interleave(torch.tensor([len(w) for w in of_row]))
-    result = evaluate_pairs(model, pairs, example_count=3)
+    with mock.patch.object(scores, "_EXAMPLES", 3):
+        result = evaluate_pairs(model, pairs)
     similarities = features.astype(np.float64) @ WORDS[:image_count].numpy().astype(np.float64).T
     assert result.metrics == pytest.approx(retrieval_by_sorting(features, WORDS[words].numpy(), numbers, owner))
     assert result.examples is not None and result.examples.ids.tolist() == [0, 3, 6]
@@ -205,7 +215,7 @@ def check_loader_errors() -> None:
     with pytest.raises(DataError, match="too many bad samples"):
         evaluate_pairs(ToyModel(), failing())
     with pytest.raises(DataError, match="too many bad samples"):
-        classify(ToyModel(), failing(), WORDS[:12])
+        classify(image_features(ToyModel(), failing()), WORDS[:12])
 
 
 ZERO_3 = {
@@ -243,16 +253,16 @@ def check_zero_3(pool_type: str) -> None:
             parameter.mul_(4)  # the features of an untrained model hardly depend on the image
     images, tokens, ids = torch.rand(11, 3, 8, 8), torch.randint(0, 49, (11, 20)), np.arange(11)
     tokens[ids, np.maximum(ids % 9, 1)] = 49  # the captions end after 2 to 9 tokens
-    names, labels = ["a", "bb", "cccc"], ids % 3
+    labels = ids % 3
     with torch.no_grad():
-        image_features, text_features, _ = model(images, tokens)
+        of_images, of_texts, _ = model(images, tokens)
         prompts = model(None, length_tokens(["a", "a!", "bb", "bb!", "cccc", "cccc!"]))[1].double().numpy()
     classes = prompts.reshape(3, 2, DIM).mean(axis=1)
-    similarities = image_features.double().numpy() @ (classes / np.linalg.norm(classes, axis=1, keepdims=True)).T
+    similarities = of_images.double().numpy() @ (classes / np.linalg.norm(classes, axis=1, keepdims=True)).T
     ranks = ranks_by_sorting(similarities, np.arange(3) == labels[:, None])
-    expected = retrieval_by_sorting(image_features.numpy(), text_features.numpy(), ids, ids)
+    expected = retrieval_by_sorting(of_images.numpy(), of_texts.numpy(), ids, ids)
     assert 0 < expected["retrieval_r5_i2t"] < 1, "the data must not be trivial"
-    pairs, correct = (image_features @ text_features.T).double().numpy(), np.eye(11, dtype=bool)
+    pairs, correct = (of_images @ of_texts.T).double().numpy(), np.eye(11, dtype=bool)
     gaps = [abs(pairs - pairs.diagonal()), abs(pairs.T - pairs.diagonal())]
     assert min(gap[~correct].min() for gap in gaps) > 1e-3, "gaps must exceed rounding errors"
 
@@ -269,9 +279,9 @@ def check_zero_3(pool_type: str) -> None:
     read: list[int] = []
     model.text.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].shape[1]))
     encode = ModelEncoder(engine, torch.Tensor.to, device=torch.device("cpu"), cut_captions=model.cut_captions)
-    found = classify(
-        encode, batches, class_weights(encode, names, ["{c}", "{c}!"], length_tokens, prompt_batch_size=256)
-    )
+    data = SimpleNamespace(class_names=["a", "bb", "cccc"], templates=["{c}", "{c}!"])
+    weights = Evaluator(encode, None, length_tokens, 1, 0).class_weights(data)  # type: ignore[arg-type]
+    found = classify(image_features(encode, batches), weights)
     np.testing.assert_array_equal(found.ranks, ranks)
     assert evaluate_pairs(encode, batches).metrics == pytest.approx(expected)
     assert set(read) == ({20} if pool_type == "last" else {8, 16} if group_rank() == 0 else {8})

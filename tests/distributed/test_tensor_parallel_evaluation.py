@@ -73,7 +73,7 @@ def evaluate_all(size: int) -> tuple[Scores, dict[int, dict[str, np.ndarray]]]:
             set_learning_rate(engine, 0.2)
             update(engine)
         encode = ModelEncoder(engine, TRANSFORM.normalise, device=torch.device("cpu"))
-        scores[stage] = evaluate_pairs(encode, batches(), example_count=3).metrics
+        scores[stage] = evaluate_pairs(encode, batches()).metrics
         parameters[stage] = whole_parameters(engine)
     return scores, parameters
 

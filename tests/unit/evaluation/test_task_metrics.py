@@ -17,7 +17,7 @@ from sklearn.metrics import (
     top_k_accuracy_score,
 )
 
-from megaclip.evaluation import ranking
+from megaclip.evaluation import image_features, ranking
 from megaclip.evaluation.task_metrics import (
     accuracy_metrics,
     association_metrics,
@@ -34,7 +34,8 @@ SEEDS = range(2)
 
 def classified(features: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> Classified:
     batch = SimpleNamespace(images=torch.tensor(features), labels=torch.tensor(labels), ids=torch.arange(len(labels)))
-    return classify(lambda images=None, tokens=None: (images, None), [batch], torch.tensor(weights))
+    images = image_features(lambda images=None, tokens=None: (images, None), [batch])
+    return classify(images, torch.tensor(weights))
 
 
 @pytest.mark.filterwarnings("ignore:y_pred contains classes not in y_true")
@@ -84,17 +85,21 @@ def test_features_without_direction_score_zero(value: float) -> None:
     assert mean_average_precision(scores, targets) == pytest.approx((1 / 7 + 2 / 8) / 2)
 
 
-def test_groups_are_scored_by_their_worst() -> None:
+@pytest.mark.parametrize(("name", "worst", "k"), [("acc", "acc_worst_region", 1), ("acc_top5", "acc_top5_wg", 5)])
+def test_groups_are_scored_by_their_worst(name: str, worst: str, k: int) -> None:
     generator = np.random.default_rng(0)
-    hits, groups = generator.random(60) < 0.6, generator.choice([0, 1, 4], size=60)
-    of_group = {group: [hit for hit, own in zip(hits, groups, strict=True) if own == group] for group in (0, 1, 4)}
+    ranks, groups = generator.integers(0, 3 * k, size=60) // 2, generator.choice([0, 1, 4], size=60)
+    of_group = {
+        group: [rank < k for rank, own in zip(ranks, groups, strict=True) if own == group] for group in (0, 1, 4)
+    }
     means = {group: sum(own) / len(own) for group, own in of_group.items()}
-    assert group_metrics(hits, groups, "region", "acc", "acc_worst_region") == pytest.approx(
+    found = Classified(np.arange(60), groups, ranks, groups)
+    assert group_metrics(found, groups, "region", worst) == pytest.approx(
         {
-            "acc_avg": hits.mean(),
-            **{f"acc_region:{group}": mean for group, mean in means.items()},
+            f"{name}_avg": np.mean(ranks < k),
+            **{f"{name}_region:{group}": mean for group, mean in means.items()},
             **{f"count_region:{group}": len(own) for group, own in of_group.items()},
-            "acc_worst_region": min(means.values()),
+            worst: min(means.values()),
         }
     )
 

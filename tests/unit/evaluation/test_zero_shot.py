@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megaclip.errors import DataError
-from megaclip.evaluation.zero_shot import class_weights, classify
+from megaclip.evaluation import Evaluator, classify, image_features
 from tests.evaluation_oracle import coarse_features
 from tests.tolerances import CLASS_WEIGHTS, assert_close
 
@@ -51,7 +51,8 @@ def oracle_weights(model: ToyModel, names: list[str]) -> np.ndarray:
 @pytest.mark.parametrize("prompt_batch_size", [1, 7, 256])
 def test_class_weights_are_the_mean_of_unit_prompts(prompt_batch_size: int) -> None:
     model, names = ToyModel(), [f"class {index}" for index in range(11)]
-    weights = class_weights(model, names, TEMPLATES, model.tokenizer, prompt_batch_size=prompt_batch_size)
+    evaluator = Evaluator(model, None, model.tokenizer, 1, 0, text_batch_size=prompt_batch_size)  # type: ignore[arg-type]
+    weights = evaluator.class_weights(SimpleNamespace(class_names=names, templates=TEMPLATES))  # type: ignore[arg-type]
     assert_close(weights, oracle_weights(model, names), CLASS_WEIGHTS)
     assert max(size for _, size in model.calls) <= prompt_batch_size
 
@@ -60,4 +61,4 @@ def test_padding_alone_raises() -> None:
     model, images = ToyModel(), torch.from_numpy(coarse_features(np.random.default_rng(0), 2, DIM))[:, None, None]
     batch = SimpleNamespace(images=images, labels=torch.tensor([-1, -1]), ids=torch.tensor([-1, -1]))
     with pytest.raises(DataError, match="at least one image"):
-        classify(model, [batch], class_weights(model, ["a"], TEMPLATES, model.tokenizer, prompt_batch_size=7))
+        classify(image_features(model, [batch]), torch.ones(1, DIM))
