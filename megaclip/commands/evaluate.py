@@ -18,7 +18,7 @@ import argparse
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megaclip.commands.argument_types import CommandParser, add_reading_flags, integer, reading_flags
 from megaclip.config.command_line import DEFAULT_WORKERS, MOST_WORKERS
@@ -144,16 +144,14 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("no data to evaluate on; give --val-data, --zeroshot-data or both, or --suite")
     if arguments.suite is not None and (arguments.val_data or arguments.zeroshot_data):
         parser.error("--suite cannot be combined with --val-data or --zeroshot-data; run two commands")
-    for flag in ("markdown", "probe"):
-        if getattr(arguments, flag) and arguments.suite is None:
-            parser.error(f"--{flag} has no effect without --suite; add --suite, or leave it out")
     if arguments.val_fraction is not None and not 0 < arguments.val_fraction < 1:
         parser.error(f"--val-fraction is {arguments.val_fraction:g}; use a fraction between 0 and 1")
-    for flag in ("pictures", "val_fraction", "group_captions", *reading_flags(arguments)):
-        if getattr(arguments, flag) != parser.get_default(flag) and not arguments.val_data:
-            parser.error(
-                f"--{flag.replace('_', '-')} has no effect without --val-data; add --val-data, or leave it out"
-            )
+    of_pairs = ["pictures", "val_fraction", "group_captions", *reading_flags(arguments)]
+    for needed, flags in (("suite", ["markdown", "probe"]), ("val_data", of_pairs)):
+        for flag in flags:
+            if getattr(arguments, flag) != parser.get_default(flag) and not getattr(arguments, needed):
+                name, other = (f"--{word.replace('_', '-')}" for word in (flag, needed))
+                parser.error(f"{name} has no effect without {other}; add {other}, or leave it out")
     return arguments
 
 
@@ -202,15 +200,11 @@ def report(
         print(f"left out: {format_count(count, 'sample')} ({kind})")
     print(f"\n{seconds:.1f} s on {format_count(group_size(), 'rank')}")
     if arguments.json:
-        content: dict[str, Any] = {
+        recorded = ("ema", "val_data", "val_fraction", "group_captions", "zeroshot_data", "precision")
+        content = {
             "model": str(arguments.model),
             "tag": tag,
-            "ema": arguments.ema,
-            "val_data": arguments.val_data,
-            "val_fraction": arguments.val_fraction,
-            "group_captions": arguments.group_captions,
-            "zeroshot_data": arguments.zeroshot_data,
-            "precision": arguments.precision,
+            **{name: getattr(arguments, name) for name in recorded},
             "world_size": group_size(),
             "bad_samples": result.bad_samples,
             "metrics": metrics,

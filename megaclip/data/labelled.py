@@ -69,8 +69,7 @@ class LabelledDataset:
         label = "0" if self.has_several_labels else raw.captions.texts[0].strip()
         if self._fact_count is not None:
             self._numbers(raw.captions, sample_id)
-        is_number = label.isascii() and label.isdigit() and len(label) < 20  # int() refuses thousands of digits
-        if not is_number:
+        if not (label.isascii() and label.isdigit() and len(label) < 20):  # int() refuses thousands of digits
             raise BadSample("label is no number", f"{raw.key}: label {label[:20]!r}")
         if int(label) >= len(self.class_names):
             raise DataError(
@@ -89,12 +88,11 @@ class LabelledDataset:
 
     def _numbers(self, captions: Captions, sample_id: int) -> list[int]:
         texts = captions.texts
-        words = texts[-1].split() if len(texts) == (1 if self.has_several_labels else 2) else []
-        numbers = [int(float(word)) for word in words if float(word).is_integer() and abs(float(word)) < 2**53]
-        if len(words) != self._fact_count or len(numbers) < len(words):
+        numbers = texts[-1].split() if len(texts) == (1 if self.has_several_labels else 2) else []
+        if len(numbers) != self._fact_count:
             name = f"sample {sample_id} of {self.shard_name(sample_id)}"
-            raise BadSample("wrong .npy", f"{name}: {len(numbers)} whole numbers, expected {self._fact_count}")
-        return numbers
+            raise BadSample("wrong .npy", f"{name}: {len(numbers)} numbers, expected {self._fact_count}")
+        return list(map(int, numbers))
 
     def shard_name(self, sample_id: int) -> str:
         """Return the path of the shard or folder that holds a sample, for messages."""
@@ -102,16 +100,18 @@ class LabelledDataset:
 
 
 class _NumberKeys(CaptionKeys):
-    """Reads the numbers of a `.npy` file as a text of decimal numbers."""
+    """Reads the whole numbers of a `.npy` file as a text of decimal numbers."""
 
     def decode(self, content: bytes, extension: str, key: str) -> tuple[str, ...]:
         if extension != "npy":
             return super().decode(content, extension, key)
         try:
-            numbers = np.asarray(np.load(io.BytesIO(content), allow_pickle=False), dtype=np.float64)
+            numbers = np.asarray(np.load(io.BytesIO(content), allow_pickle=False), dtype=np.float64).ravel().tolist()
+            if not all(number.is_integer() for number in numbers):
+                raise ValueError("expected whole numbers")
         except Exception as error:  # a hostile file may cause any exception of NumPy's parser
             raise BadSample("wrong .npy", f"{key}: {first_line(error)}") from error
-        return (" ".join(f"{number:.17g}" for number in numbers.ravel().tolist()),)
+        return (" ".join(f"{number:.0f}" for number in numbers),)
 
 
 class _ImageFolder:

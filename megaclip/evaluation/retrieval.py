@@ -18,7 +18,6 @@ captions and images again from the dataset.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,15 +32,6 @@ from megaclip.evaluation.ranking import ahead, nan_is_worst, similarity_tiles, t
 RECALL_AT = (1, 5, 10)
 _QUERIES, _RETRIEVED = 8, 5
 """Number of captions for which images are retrieved, and number of these images per caption."""
-
-
-class RetrievalRanks(NamedTuple):
-    """Ranks of this process's rows that are not padding, in their given order, int64; 0 is the best."""
-
-    image_to_text: torch.Tensor
-    """Rank of the best own caption of each image."""
-    text_to_image: torch.Tensor
-    """Rank of the own image of each caption."""
 
 
 def retrieval(
@@ -70,10 +60,11 @@ def retrieval_ranks(
     text_features: torch.Tensor,
     image_ids: torch.Tensor,
     text_image_ids: torch.Tensor | None = None,
-) -> RetrievalRanks:
-    """Return exact ranks of this process's images and captions among those of all processes.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return exact ranks of this process's images and captions among those of all processes, int64; 0 is the best.
 
-    Every rank must call it. n and m may differ between ranks and may be 0. Rows with id -1 are padding and are ignored.
+    They are those of each image's best own caption, and of each caption's own image, in the given order without
+    padding. Every rank must call it. n and m may differ between ranks and may be 0. Rows with id -1 are padding.
 
     Args:
         image_features: this rank's image features (n, D), of unit length, any floating dtype.
@@ -86,32 +77,26 @@ def retrieval_ranks(
     """
     if text_image_ids is None:
         text_image_ids = image_ids
-    images = _without_padding(image_features, image_ids)
-    side = tile_side(image_features.shape[1])
-    visits = _Visits(_without_padding(text_features, text_image_ids), side)
-    _check_ids(_of_all(images.ids))
-    image_best, text_best = _right_answers(images, visits)
+    kept, kept_texts = image_ids != PADDING_ID, text_image_ids != PADDING_ID
+    images, ids = image_features[kept], image_ids[kept]
+    all_ids = _of_all(ids)
+    all_ids = all_ids[all_ids != PADDING_ID]
+    if not len(all_ids):
+        raise DataError("retrieval requires at least one image with a caption, got only padding rows; check the data")
+    if len(all_ids.unique()) < len(all_ids):
+        raise DataError("retrieval requires unique image ids over all ranks, got an id twice; remove the copies")
+    side = tile_side(images.shape[1])
+    visits = _Visits(text_features[kept_texts], text_image_ids[kept_texts], side)
+    image_best, text_best = _right_answers(images, ids, visits)
 
-    image_rank, text_rank = torch.zeros_like(images.ids), torch.zeros_like(visits.ids)
+    image_rank, text_rank = torch.zeros_like(ids), torch.zeros_like(visits.ids)
     for place, features in visits:
-        ids = visits.ids[place]
-        for rows, similarities in similarity_tiles(images.features, features, side):
-            wrong = (images.ids[rows, None] != ids) & (ids != PADDING_ID)
+        of_texts = visits.ids[place]
+        for rows, similarities in similarity_tiles(images, features, side):
+            wrong = (ids[rows, None] != of_texts) & (of_texts != PADDING_ID)
             image_rank[rows] += ahead(similarities, image_best[rows, None], wrong).sum(dim=1)
             text_rank[place] += ahead(similarities, text_best[place], wrong).sum(dim=0)
-    return RetrievalRanks(image_rank, visits.own(sum_over_ranks(text_rank)))
-
-
-class _Rows(NamedTuple):
-    """Features (n, D) with their image ids (n,) int64."""
-
-    features: torch.Tensor
-    ids: torch.Tensor
-
-
-def _without_padding(features: torch.Tensor, ids: torch.Tensor) -> _Rows:
-    kept = ids != PADDING_ID
-    return _Rows(features[kept], ids[kept])
+    return image_rank, visits.own(sum_over_ranks(text_rank))
 
 
 def _of_all(rows: torch.Tensor, multiple: int = 1) -> torch.Tensor:
@@ -128,33 +113,34 @@ class _Visits:
     per caption of all ranks. Short pieces are padded. Every rank must iterate to the end.
     """
 
-    def __init__(self, texts: _Rows, side: int) -> None:
-        self._texts, self._world_size = texts, group_size()
+    def __init__(self, features: torch.Tensor, ids: torch.Tensor, side: int) -> None:
+        """features: of this rank's captions (m, D). ids: of their images (m,)."""
+        self._features, self._world_size = features, group_size()
         self._piece = max(1, side // self._world_size)
-        by_rank = _of_all(texts.ids, self._piece).view(self._world_size, -1, self._piece)
+        by_rank = _of_all(ids, self._piece).view(self._world_size, -1, self._piece)
         self.ids = by_rank.transpose(0, 1).reshape(-1)
         """Image ids of the captions of all ranks, in the order of the visits, int64."""
 
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor]]:
         width = self._piece * self._world_size
         for visit in range(len(self.ids) // width):
-            own = self._texts.features[visit * self._piece : (visit + 1) * self._piece]
+            own = self._features[visit * self._piece : (visit + 1) * self._piece]
             features = gather_rows(pad(own, (0, 0, 0, self._piece - len(own))))
             yield slice(visit * width, (visit + 1) * width), features
 
     def own(self, values: torch.Tensor) -> torch.Tensor:
         """Return this rank's part (m,) of a vector in the order of the visits."""
         by_rank = values.view(-1, self._world_size, self._piece)[:, group_rank()]
-        return by_rank.reshape(-1)[: len(self._texts.ids)]
+        return by_rank.reshape(-1)[: len(self._features)]
 
 
-def _right_answers(images: _Rows, visits: _Visits) -> tuple[torch.Tensor, torch.Tensor]:
+def _right_answers(images: torch.Tensor, ids: torch.Tensor, visits: _Visits) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the similarities of right answers, float64, with -inf instead of NaN.
 
     They are those of each local image and the best of its captions, (n,), and of each caption of all ranks and its
     image, in the order of `visits.ids`.
     """
-    sorted_ids, order = images.ids.sort()
+    sorted_ids, order = ids.sort()
     image_best = torch.full_like(order, -torch.inf, dtype=torch.float64)
     text_best = torch.zeros_like(visits.ids, dtype=torch.float64)
     for place, features in visits:
@@ -163,19 +149,10 @@ def _right_answers(images: _Rows, visits: _Visits) -> tuple[torch.Tensor, torch.
         position = torch.searchsorted(sorted_ids, visits.ids[place]).clamp(max=len(order) - 1)
         here = torch.nonzero(sorted_ids[position] == visits.ids[place]).flatten()
         image = order[position[here]]
-        similarity = nan_is_worst((images.features[image].double() * features[here].double()).sum(dim=1))
+        similarity = nan_is_worst((images[image].double() * features[here].double()).sum(dim=1))
         image_best.scatter_reduce_(0, image, similarity, reduce="amax")
         text_best[place][here] = similarity
     return image_best, sum_over_ranks(text_best)
-
-
-def _check_ids(image_ids: torch.Tensor) -> None:
-    """Raise DataError unless all ranks have images, whose ids differ. Ids of padding are ignored."""
-    image_ids = image_ids[image_ids != PADDING_ID]
-    if not len(image_ids):
-        raise DataError("retrieval requires at least one image with a caption, got only padding rows; check the data")
-    if len(image_ids.unique()) < len(image_ids):
-        raise DataError("retrieval requires unique image ids over all ranks, got an id twice; remove the copies")
 
 
 @dataclass(frozen=True)

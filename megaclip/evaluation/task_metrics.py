@@ -74,17 +74,14 @@ def selection_metrics(similarities: Sequence[np.ndarray]) -> Metrics:
     captions or images after the shorter of the two are wrong answers. `text_acc` is the fraction of items whose images
     all select their caption, `image_acc` that of items whose captions all select their image, `acc` that of both.
     """
-    scores = np.array([[_selects_diagonal(rows), _selects_diagonal(rows.T)] for rows in similarities])
-    text, image = scores.mean(axis=0).tolist()
-    return {"acc": float(scores.all(axis=1).mean()), "image_acc": image, "text_acc": text}
-
-
-def _selects_diagonal(similarities: np.ndarray) -> bool:
-    """Return whether in each row with a diagonal element no other element reaches it."""
-    return all(
-        bool((np.delete(row, place) < row[place] - TIE_TOLERANCE).all())
-        for place, row in zip(range(similarities.shape[1]), similarities, strict=False)
-    )
+    values = np.stack(similarities)
+    own = np.diagonal(values, axis1=1, axis2=2)
+    others = np.where(np.eye(*values.shape[1:]) == 1, -np.inf, values)
+    count = own.shape[1]
+    text = (others[:, :count].max(axis=2) < own - TIE_TOLERANCE).all(axis=1)
+    image = (others[:, :, :count].max(axis=1) < own - TIE_TOLERANCE).all(axis=1)
+    rights = {"acc": text & image, "image_acc": image, "text_acc": text}
+    return {name: float(np.mean(right)) for name, right in rights.items()}
 
 
 def association_metrics(similarities: Sequence[np.ndarray], is_right: Sequence[np.ndarray]) -> Metrics:

@@ -32,40 +32,40 @@ def test_copy_of_the_right_caption_ties_at_every_tile_size(monkeypatch: pytest.M
     features = torch.from_numpy(unit_features(np.random.default_rng(3), 40, 48)).repeat(2, 1)
     for budget in (128, 0.05, 0.01, 0.002):
         monkeypatch.setattr(ranking, "TILE_BUDGET_MIB", budget)
-        ranks = retrieval_ranks(features, features, torch.arange(80))
-        assert ranks.image_to_text.tolist() == [1] * 80
-        assert ranks.text_to_image.tolist() == [1] * 80
+        of_images, of_texts = retrieval_ranks(features, features, torch.arange(80))
+        assert of_images.tolist() == [1] * 80
+        assert of_texts.tolist() == [1] * 80
 
 
 def test_padding_rows_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding that is infinite, NaN or a copy of a query changes no rank, and has none."""
     monkeypatch.setattr(ranking, "TILE_BUDGET_MIB", TINY_MIB)
     images, texts, ids, text_ids = paired_features(np.random.default_rng(7), 29, 1, dim=16)
-    clean = retrieval_ranks(*tensors(images, texts, ids, text_ids))
+    clean_images, clean_texts = retrieval_ranks(*tensors(images, texts, ids, text_ids))
     infinite, nan = np.full((4, 16), np.inf, dtype=np.float32), np.full((4, 16), np.nan, dtype=np.float32)
     for poison in (infinite, nan, images[:4]):
         padded = [np.concatenate([rows[:10], poison[:2], rows[10:], poison[2:]]) for rows in (images, texts)]
         padded_ids = [np.concatenate([some[:10], [-1, -1], some[10:], [-1, -1]]) for some in (ids, text_ids)]
-        ranks = retrieval_ranks(*tensors(*padded, *padded_ids))
-        assert torch.equal(ranks.image_to_text, clean.image_to_text)
-        assert torch.equal(ranks.text_to_image, clean.text_to_image)
+        of_images, of_texts = retrieval_ranks(*tensors(*padded, *padded_ids))
+        assert torch.equal(of_images, clean_images)
+        assert torch.equal(of_texts, clean_texts)
 
 
 def test_nan_feature_ranks_last_for_itself_and_ahead_for_others() -> None:
     features = torch.eye(6)
     images = features.clone()
     images[2] = float("nan")
-    ranks = retrieval_ranks(images, features, torch.arange(6))
-    assert ranks.image_to_text.tolist() == [0, 0, 5, 0, 0, 0]
-    assert ranks.text_to_image.tolist() == [1, 1, 5, 1, 1, 1]
+    of_images, of_texts = retrieval_ranks(images, features, torch.arange(6))
+    assert of_images.tolist() == [0, 0, 5, 0, 0, 0]
+    assert of_texts.tolist() == [1, 1, 5, 1, 1, 1]
 
 
 def test_image_with_a_nan_caption_is_ranked_by_its_other_captions() -> None:
     texts, text_image_ids = torch.eye(5)[[0, 1, 2, 3, 4, 1]], torch.tensor([0, 1, 2, 3, 4, 1])
     texts[1] = float("nan")
-    ranks = retrieval_ranks(torch.eye(5), texts, torch.arange(5), text_image_ids)
-    assert ranks.image_to_text.tolist() == [1, 0, 1, 1, 1]
-    assert ranks.text_to_image.tolist() == [0, 4, 0, 0, 0, 0]
+    of_images, of_texts = retrieval_ranks(torch.eye(5), texts, torch.arange(5), text_image_ids)
+    assert of_images.tolist() == [1, 0, 1, 1, 1]
+    assert of_texts.tolist() == [0, 4, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
