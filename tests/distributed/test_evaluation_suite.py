@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaclip.commands.evaluate_suite import evaluate_suite
+from megaclip.commands.evaluate_saved import evaluate_suite
 from megaclip.data import ImageTransform, load_tokenizer
 from megaclip.evaluation import Evaluator, ModelEncoder
 from megaclip.models import ClipModel, build_model, load_model_config

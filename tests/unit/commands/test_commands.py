@@ -53,7 +53,7 @@ def test_the_help_of_a_command_needs_no_pytorch_and_names_the_command_that_was_t
 
 
 def test_every_module_is_a_command():
-    helpers = {"__init__", "argument_types", "evaluate_suite", "planned_run"}
+    helpers = {"__init__", "argument_types", "evaluate_saved", "planned_run"}
     modules = {path.stem for path in Path(commands.__file__).parent.glob("*.py")} - helpers
     assert modules == {command.module for command in COMMANDS.values() if not command.module.endswith(".py")}
 

@@ -169,7 +169,7 @@ def test_results_that_cannot_be_written_are_an_error_before_the_evaluation(
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(
-        "megaclip.engine.saved_model.load_saved_model", lambda *_, **__: pytest.fail("the model was loaded")
+        "megaclip.commands.evaluate_saved.load_saved_model", lambda *_, **__: pytest.fail("the model was loaded")
     )
     with pytest.raises(MegaclipError, match=message):
         run(monkeypatch, "model", "--val-data", "pairs.tar", *flags)

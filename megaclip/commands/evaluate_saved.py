@@ -1,39 +1,136 @@
-"""`megaclip evaluate --suite`: run the tasks of a folder, resume from the results file, and print the table.
+"""The work of `megaclip evaluate`: load the model and the data, evaluate, print the scores and write the files.
 
-The results file has one JSON line per task, with the keys of DataComp's eval_results.jsonl. Each line has a checksum of
-the model, of the names, sizes and times of the task's files, and of the settings. At the start the lines whose checksum
-is still right are kept, and the other tasks are evaluated.
+With --suite it runs the tasks of a folder. The results file has one JSON line per task, with the keys of DataComp's
+eval_results.jsonl. Each line has a checksum of the model, of the names, sizes and times of the task's files, and of the
+settings. At the start the lines whose checksum is still right are kept, and the other tasks are evaluated.
 """
-
-from __future__ import annotations
 
 import argparse
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+from deepspeed.accelerator import get_accelerator
+from PIL import Image
 from tqdm import tqdm
 
-from megaclip.checkpoint.output import writing
+from megaclip.checkpoint.output import prepare_file, prepare_folder, writing
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
-from megaclip.comm.groups import group_rank
+from megaclip.comm.groups import group_rank, group_size
+from megaclip.commands.argument_types import reading_flags
+from megaclip.data import LabelledDataset, PairDataset, check_image_root, open_labelled, open_pairs
 from megaclip.data.index import INDEX_FOLDER
 from megaclip.engine.equal_inputs import data_text, require_equal
-from megaclip.engine.saved_model import SavedModel
+from megaclip.engine.saved_model import SavedModel, load_saved_model
 from megaclip.errors import REFUSED_EXIT_CODE, ConfigError, DataError, public
-from megaclip.evaluation import Evaluator
+from megaclip.evaluation import Evaluation, Evaluator, ModelEncoder, example_pictures
 from megaclip.evaluation.suite import DATACOMP_TASKS, Task, find_tasks, open_task, score_task
 from megaclip.files import write_atomically
 from megaclip.logging import format_count
 from megaclip.models.lora import checksum_of
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _FORMAT = 1
 """Number that changes when the results of equal models and data change."""
 Line = dict[str, Any]
 """Line of the results file."""
+
+
+def evaluate_saved(arguments: argparse.Namespace) -> None:
+    """Load the model and the data, evaluate, and report. Raises the same MegaclipError on every rank."""
+    started = time.monotonic()
+    with raise_on_all_ranks():
+        if group_rank() == 0:
+            if arguments.json is not None:
+                prepare_file(arguments.json)
+            if arguments.pictures is not None:
+                prepare_folder(arguments.pictures)
+    loaded = load_saved_model(arguments.model, tag=arguments.tag, tokenizer=arguments.tokenizer, ema=arguments.ema)
+    with raise_on_all_ranks():
+        pairs = labelled = None
+        if arguments.val_data:
+            pairs = open_pairs(arguments.val_data, **reading_flags(arguments))
+            check_image_root(arguments.image_root, pairs)
+            if arguments.val_fraction is not None:
+                _, pairs = pairs.split(arguments.val_fraction)
+        if arguments.zeroshot_data:
+            labelled = open_labelled(arguments.zeroshot_data)
+    require_equal({"--val-data": data_text(pairs), "--zeroshot-data": data_text(labelled)})
+    device = torch.device(get_accelerator().current_device_name())
+    dtype = _DTYPES[arguments.precision]
+    encode = ModelEncoder(
+        loaded.model.to(device, dtype),
+        loaded.transform.normalise,
+        device=device,
+        image_dtype=dtype,
+        cut_captions=loaded.model.cut_captions,
+    )
+    evaluator = Evaluator(
+        encode,
+        loaded.transform,
+        loaded.tokenizer,
+        arguments.batch_size,
+        arguments.workers,
+        text_batch_size=arguments.batch_size,
+    )
+    if arguments.suite is not None:
+        evaluate_suite(arguments, loaded, evaluator)
+        return
+    result = evaluator.evaluate(pairs, labelled, group_captions=arguments.group_captions)
+    with raise_on_all_ranks():
+        if group_rank() == 0:
+            report(arguments, loaded.tag, result, pairs, labelled, time.monotonic() - started)
+
+
+def report(
+    arguments: argparse.Namespace,
+    tag: str | None,
+    result: Evaluation,
+    pairs: PairDataset | None,
+    labelled: LabelledDataset | None,
+    seconds: float,
+) -> None:
+    """Print the scores, and write the files of --json and --pictures."""
+    metrics = result.metrics
+    if labelled is not None:
+        print(f"\nzero-shot, {format_count(len(labelled), 'image')}, {len(labelled.class_names)} classes")
+        print_row("", "top-1", "top-5")
+        print_row("accuracy", *(metrics[f"zero_shot_top{k}"] for k in (1, 5)))
+    if pairs is not None and result.examples is not None:
+        captions = format_count(result.captions, "caption")
+        print(f"\nretrieval, {captions}, {format_count(result.examples.candidates, 'image')}")
+        print_row("", "R@1", "R@5", "R@10")
+        for name, way in (("image to text", "i2t"), ("text to image", "t2i")):
+            print_row(name, *(metrics[f"retrieval_r{k}_{way}"] for k in (1, 5, 10)))
+    for kind, count in result.bad_samples.items():
+        print(f"left out: {format_count(count, 'sample')} ({kind})")
+    print(f"\n{seconds:.1f} s on {format_count(group_size(), 'rank')}")
+    if arguments.json:
+        recorded = ("ema", "val_data", "val_fraction", "group_captions", "zeroshot_data", "precision")
+        content = {
+            "model": str(arguments.model),
+            "tag": tag,
+            **{name: getattr(arguments, name) for name in recorded},
+            "world_size": group_size(),
+            "bad_samples": result.bad_samples,
+            "metrics": metrics,
+        }
+        with writing(arguments.json):
+            arguments.json.write_text(public(json.dumps(content, indent=2)) + "\n", encoding="utf-8")
+    if arguments.pictures and result.examples is not None and pairs is not None:
+        for name, picture in example_pictures(result.examples, pairs).items():
+            with writing(arguments.pictures / f"{name}.png"):
+                Image.fromarray(picture.transpose(1, 2, 0)).save(arguments.pictures / f"{name}.png")
+
+
+def print_row(name: str, *values: str | float) -> None:
+    cells = (value if isinstance(value, str) else f"{100 * value:.2f} %" for value in values)
+    print(f"  {name:<14}" + "".join(f"{cell:>10}" for cell in cells))
 
 
 def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, evaluator: Evaluator) -> None:

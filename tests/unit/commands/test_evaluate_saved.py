@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaclip.commands import evaluate_suite as command
+from megaclip.commands import evaluate_saved as command
 from megaclip.data import ImageTransform
 from megaclip.errors import REFUSED_EXIT_CODE, ConfigError, DataError
 from megaclip.evaluation import Evaluator
