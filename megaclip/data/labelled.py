@@ -144,12 +144,9 @@ class _ImageFolder:
                 if len(self._files) > before and not any(place.startswith(top + os.sep) for top in self.tops.values()):
                     self.tops[os.path.relpath(place, folder / name)] = place
         self.account.in_samples = len(self._files)
-
-    @property
-    def empty_classes(self) -> list[str]:
-        """Names of the folders without images."""
-        labels = {label for _, label in self._files}
-        return [name for label, name in enumerate(self.classes) if label not in labels]
+        of_images = {label for _, label in self._files}
+        self.empty = [name for label, name in enumerate(self.classes) if label not in of_images]
+        """Names of the classes without images."""
 
     def __len__(self) -> int:
         return len(self._files)
@@ -174,16 +171,14 @@ def open_labelled(
     left out.
     """
     folder = Path(path).expanduser()
-    shards: list[RemoteFile] | None = None
     if not is_remote(path) and not folder.is_dir():
         raise DataError(
             f"zero-shot data {str(path)!r} is not a folder; expected a folder in CLIP_benchmark's layout, or one with "
             "an image folder per class"
         )
     with os_errors_as(DataError, f"cannot read zero-shot data {public(str(path))!r}"):
-        if is_remote(path):
-            folder, shards = _copied_texts(str(path))
-        dataset = _open_folder(folder, split_shards(folder, split) if shards is None else shards, split, facts)
+        folder, shards = _copied_texts(str(path)) if is_remote(path) else (folder, split_shards(folder, split))
+        dataset = _open_folder(folder, shards, split, facts)
         refuse_damaged_shards(folder, [dataset.account])
     _warn_of_equal_names(folder, dataset.class_names)
     dataset.account.report(f"zero-shot data {public(str(path))!r}", len(dataset), max_bad_fraction)
@@ -222,7 +217,7 @@ def _copied_texts(url: str) -> tuple[Path, list[RemoteFile]]:
         if not isinstance(error.__cause__, FileNotFoundError):
             raise
         shards = find_files(f"{url}/test/*.tar")
-    return texts[0].parent, sorted(shards, key=lambda shard: _by_number(Path(shard.name)))
+    return texts[0].parent, sorted(shards, key=lambda shard: _parts(shard.name))
 
 
 def split_names(folder: Path) -> set[str]:
@@ -243,7 +238,7 @@ def split_shards(folder: Path, split: str | None = None) -> list[Path]:
     places = [folder / split] if split == "train" else [folder, folder / "test"]
     for place in places:
         counts = text_lines(place / SHARD_COUNT_FILE)
-        if shards := sorted(place.glob("[!.]*.tar"), key=_by_number):
+        if shards := sorted(place.glob("[!.]*.tar"), key=lambda path: _parts(path.name)):
             if counts and counts[0] != str(len(shards)):
                 raise DataError(
                     f"{place / SHARD_COUNT_FILE} specifies {counts[0][:20]!r} shards, found {len(shards)}; download "
@@ -257,23 +252,29 @@ def _open_folder(
     folder: Path, shards: Sequence[Path] | Sequence[RemoteFile], split: str | None, facts: int | None
 ) -> LabelledDataset:
     templates = list(filter(None, text_lines(folder / TEMPLATES_FILE))) or DEFAULT_TEMPLATES
-    wrong = [template for template in templates if "{c}" not in template]
-    if wrong:
+    if wrong := [template for template in templates if "{c}" not in template]:
         raise DataError(
             f"{folder / TEMPLATES_FILE}: the template {wrong[0]!r} has no {{c}}; write {{c}} where the class name goes"
         )
     names = text_lines(folder / CLASS_NAMES_FILE)
     if shards:
-        names = _names_of_labels(folder, names)
+        if len(names) < 2:
+            raise DataError(
+                f"zero-shot data {folder}: tar shards require the file {CLASS_NAMES_FILE} with 2 classes or more, got "
+                f"{len(names)}; write one name per line"
+            )
+        if "" in names:
+            raise DataError(
+                f"{folder / CLASS_NAMES_FILE}: line {names.index('') + 1} is empty, and label n is the name in line "
+                "n + 1; write a name to every line"
+            )
         labels, numbers = (_NumberKeys(ends, flag="", key=WeightedKey(ends[0])) for ends in (("cls", "npy"), ("npy",)))
         keys = {None: [labels], 0: [numbers]}.get(facts, [labels, numbers])
         return LabelledDataset(TarShards(shards, caption_keys=keys), names, templates, facts)
     if facts is not None:
         raise DataError(f"zero-shot data {folder}: this task requires tar shards with .npy files")
-    place = folder
-    if split is not None:
-        names_of_split, found = ("test", "val", "validation") if split == "test" else (split,), split_names(folder)
-        place = next((folder / name for name in names_of_split if name in found), folder)
+    of_split = {"test": ["test", "val", "validation"], "train": ["train"], None: []}[split]
+    place = next((folder / name for name in of_split if name in split_names(folder)), folder)
     names, images = list(filter(None, names)), _ImageFolder(place)
     if problem := _reason_to_refuse(place, images, names):
         raise DataError(f"zero-shot data {place}: {problem}")
@@ -282,30 +283,15 @@ def _open_folder(
         order = f"sorted by {'number' if images.is_by_number else 'name'}: {', '.join(first)}, ..."
         text = "zero-shot data %s: the %d lines of %s are the classes of the folders, %s"
         _logger.info(text, folder, len(names), CLASS_NAMES_FILE, order)
-    elif empty := images.empty_classes:
+    elif images.empty:
         text = (
             "zero-shot data %s: %d of %d folders have no images (%s) and count as classes; delete those that are none"
         )
-        _logger.warning(text, folder, len(empty), len(images.classes), _listed(empty))
+        _logger.warning(text, folder, len(images.empty), len(images.classes), _listed(images.empty))
     if not names and all(map(str.isdecimal, images.classes)):
         text = "zero-shot data %s: the prompts name the classes by numbers (%s); write their names to %s, one per line"
         _logger.warning(text, folder, _listed(images.classes), CLASS_NAMES_FILE)
     return LabelledDataset(images, names or [name.replace("_", " ") for name in images.classes], templates)
-
-
-def _names_of_labels(folder: Path, names: list[str]) -> list[str]:
-    """Return the class names of tar shards, whose labels are numbers of lines. Raises DataError for a missing line."""
-    if len(names) < 2:
-        raise DataError(
-            f"zero-shot data {folder}: tar shards require the file {CLASS_NAMES_FILE} with 2 classes or more, got "
-            f"{len(names)}; write one name per line"
-        )
-    if "" in names:
-        raise DataError(
-            f"{folder / CLASS_NAMES_FILE}: line {names.index('') + 1} is empty, and label n is the name in line n + 1; "
-            "write a name to every line"
-        )
-    return names
 
 
 def _reason_to_refuse(folder: Path, images: _ImageFolder, names: list[str]) -> str:
@@ -360,10 +346,6 @@ def _reason_to_refuse(folder: Path, images: _ImageFolder, names: list[str]) -> s
 
 def _listed(names: list[str]) -> str:
     return ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
-
-
-def _by_number(path: Path) -> tuple[int, str]:
-    return (int(path.stem) if path.stem.isdecimal() else -1, path.name)
 
 
 def text_lines(path: Path) -> list[str]:

@@ -109,23 +109,17 @@ def open_task(task: Task) -> TaskData:
         kind = "".join(text_lines(type_file)).lower()
         if kind not in ("", "classification", "multilabel", "retrieval"):
             raise DataError(f"{type_file} is {kind[:20]!r}; expected classification, multilabel or retrieval")
-        if kind == "retrieval" or (not kind and shards and not (task.folder / CLASS_NAMES_FILE).is_file()):
-            return _open_retrieval(
-                task.folder, f"{literal(shards[0].parent)}/*.tar" if shards else str(task.folder), kind
-            )
-    facts = 0 if kind == "multilabel" else len(task.settings.get("fields", ())) or None
-    return open_labelled(task.folder, split="test", facts=facts)
-
-
-def _open_retrieval(folder: Path, spec: str, kind: str) -> PairDataset:
-    """Open a folder of pairs. Raises DataError; if nothing sets the kind, the message names the missing class names."""
+        has_no_names = not kind and shards and not (task.folder / CLASS_NAMES_FILE).is_file()
+    if kind != "retrieval" and not has_no_names:
+        facts = 0 if kind == "multilabel" else len(task.settings.get("fields", ())) or None
+        return open_labelled(task.folder, split="test", facts=facts)
     try:
-        pairs = open_pairs([spec])
-        refuse_damaged_shards(folder, pairs.accounts)
-        return pairs
+        pairs = open_pairs([f"{literal(shards[0].parent)}/*.tar" if shards else str(task.folder)])
+        refuse_damaged_shards(task.folder, pairs.accounts)
     except DataError as error:
-        reason = "" if kind else f"{folder} has no {CLASS_NAMES_FILE}, so its samples are pairs for retrieval: "
+        reason = "" if kind else f"{task.folder} has no {CLASS_NAMES_FILE}, so its samples are pairs for retrieval: "
         raise DataError(f"{reason}{error}") from error
+    return pairs
 
 
 def open_suite(suite: Path) -> list[tuple[Task, TaskData]]:
