@@ -70,7 +70,7 @@ def mean_average_precision(scores: np.ndarray, targets: np.ndarray) -> float:
 def selection_metrics(similarities: Sequence[np.ndarray]) -> Metrics:
     """Return text, image and group score of Winoground (Thrush et al. 2022) and SugarCrepe (Hsieh et al. 2023).
 
-    similarities: of the images and captions of each item, (images, captions) float64. Image i belongs to caption i;
+    similarities: of the images and captions of each item, all (images, captions) float64. Image i belongs to caption i;
     captions or images after the shorter of the two are wrong answers. `text_acc` is the fraction of items whose images
     all select their caption, `image_acc` that of items whose captions all select their image, `acc` that of both.
     """

@@ -56,19 +56,15 @@ def classify(batches: Iterable[tuple[torch.Tensor, torch.Tensor]], weights: torc
 def _classify(features: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ranks and predictions (b,) int64, as in `Classified`, of features (b, D), labels (b,), weights (C, D)."""
     right = (features.double() * weights[labels].double()).sum(dim=1)
-    ranks, wrong_class = torch.zeros_like(labels), (labels == 0).long()  # without a comparison that is true
-    highest = torch.full_like(right, -torch.inf)
-    side = tile_side(weights.shape[1])
-    for first in range(0, len(weights), side):
-        classes = torch.arange(first, min(first + side, len(weights)), device=weights.device)
-        for rows, similarities in similarity_tiles(features, weights[classes], side):
-            wrong = labels[rows, None] != classes
-            ranks[rows] += ahead(similarities, right[rows, None], wrong).sum(dim=1)
-            similarities = nan_is_worst(similarities).masked_fill(~wrong, -torch.inf)
-            best = similarities.amax(dim=1)
-            # The first of tied classes, so that rounding errors select none.
-            place = (similarities > best[:, None] - TIE_TOLERANCE).int().argmax(dim=1)
-            is_better = best > highest[rows] + TIE_TOLERANCE
-            wrong_class[rows] = torch.where(is_better, classes[place], wrong_class[rows])
-            highest[rows] = torch.where(is_better, best, highest[rows])
-    return ranks, torch.where(ranks == 0, labels, wrong_class)
+    ranks, predictions = torch.zeros_like(labels), torch.zeros_like(labels)
+    classes = torch.arange(len(weights), device=weights.device)
+    count = max(1, tile_side(weights.shape[1]) ** 2 // len(weights))
+    for rows, similarities in similarity_tiles(features, weights, count):
+        wrong = labels[rows, None] != classes
+        ranks[rows] = ahead(similarities, right[rows, None], wrong).sum(dim=1)
+        similarities = nan_is_worst(similarities)
+        best = similarities.masked_fill(~wrong, -torch.inf).amax(dim=1, keepdim=True)
+        # The first of tied classes, so that rounding errors select none.
+        wrong_class = (wrong & (similarities >= best - TIE_TOLERANCE)).int().argmax(dim=1)
+        predictions[rows] = torch.where(ranks[rows] == 0, labels[rows], wrong_class)
+    return ranks, predictions
