@@ -8,5 +8,5 @@ against the model (`ranking`).
 from megaclip.evaluation.encoder import Encode, ModelEncoder, image_features
 from megaclip.evaluation.pictures import example_pictures
 from megaclip.evaluation.retrieval import RetrievalExamples, retrieval, retrieval_examples
-from megaclip.evaluation.scores import Evaluation, Evaluator, Progress, evaluate_pairs
+from megaclip.evaluation.scores import Evaluation, Evaluator, evaluate_pairs
 from megaclip.evaluation.zero_shot import classify

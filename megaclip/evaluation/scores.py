@@ -30,9 +30,6 @@ _EXAMPLES = 32
 
 _logger = get_logger(__name__)
 
-Progress = Callable[[Iterable[Any], str], Iterable[Any]]
-"""Function of (batches, name of the evaluation) that returns the same batches and shows the progress over them."""
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -61,7 +58,8 @@ class Evaluator:
     """Number of data worker processes per rank."""
     text_batch_size: int = 256
     """Number of prompts, and of captions of a suite's items, that a rank encodes at once."""
-    progress: Progress = lambda batches, _: batches
+    progress: Callable[[Iterable[Any], str], Iterable[Any]] = lambda batches, _: batches
+    """Function of (batches, name of the evaluation) that returns the same batches and shows the progress over them."""
     _weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def evaluate(

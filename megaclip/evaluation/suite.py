@@ -38,7 +38,6 @@ from megaclip.evaluation.scores import Evaluator, count_bad_samples, evaluate_pa
 from megaclip.evaluation.task_metrics import Metrics
 from megaclip.evaluation.zero_shot import classify
 
-DATASET_TYPE_FILE = "dataset_type.txt"
 DATACOMP_TASKS: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("datacomp_tasks.json").read_text(encoding="utf-8")
 )
@@ -105,7 +104,7 @@ def open_task(task: Task) -> TaskData:
     if task.items is not None:
         return open_items(task.key, task.items)
     with os_errors_as(DataError, f"cannot read {task.folder}"):
-        shards, type_file = split_shards(task.folder), task.folder / DATASET_TYPE_FILE
+        shards, type_file = split_shards(task.folder), task.folder / "dataset_type.txt"
         kind = "".join(text_lines(type_file)).lower()
         if kind not in ("", "classification", "multilabel", "retrieval"):
             raise DataError(f"{type_file} is {kind[:20]!r}; expected classification, multilabel or retrieval")
