@@ -82,7 +82,8 @@ class LayerFactory:
         """
         if self.group.size == 1:
             return nn.Linear(inputs, outputs, bias)
-        layer: nn.Module = _megatron_layers()[0](inputs, outputs, self.group, shares_input, bias)
+        options = {"bias": bias, "disable_grad_reduce": shares_input}
+        layer: nn.Module = _megatron_layers()[0](inputs, outputs, self.group, **options)
         return layer
 
     def by_input(self, inputs: int, outputs: int) -> nn.Module:
@@ -169,38 +170,29 @@ def require_apex() -> None:
 def _megatron_layers() -> tuple[Any, Any]:
     """Return the two classes of split layers. No other function of `megaclip.models` imports Megatron."""
     from megatron.core.model_parallel_config import ModelParallelConfig
-    from megatron.core.tensor_parallel import layers
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    def build(layer: Any, kind: Any, dim: int, inputs: int, outputs: int, group: RankGroup, **options: Any) -> None:
-        config = ModelParallelConfig(
-            tensor_model_parallel_size=group.size, use_cpu_initialization=True, perform_initialization=False
-        )
-        kind.__init__(layer, inputs, outputs, config=config, init_method=None, tp_group=group.handle, **options)
-        _mark_as_split(layer.weight, dim)
+    def split(kind: Any, dim: int, **fixed: Any) -> Any:
+        class Split(kind):
+            # Without this, state dicts hold an empty `_extra_state` for every layer.
+            get_extra_state = nn.Module.get_extra_state
 
-    class ByOutput(layers.ColumnParallelLinear):
-        # Without this, state dicts hold an empty `_extra_state` for every layer.
-        get_extra_state = nn.Module.get_extra_state
+            def __init__(self, inputs: int, outputs: int, group: RankGroup, **options: Any) -> None:
+                config = ModelParallelConfig(
+                    tensor_model_parallel_size=group.size, use_cpu_initialization=True, perform_initialization=False
+                )
+                given = {"config": config, "init_method": None, "tp_group": group.handle, **fixed, **options}
+                super().__init__(inputs, outputs, **given)
+                _mark_as_split(self.weight, dim)
 
-        def __init__(self, inputs: int, outputs: int, group: RankGroup, shares_input: bool, bias: bool) -> None:
-            options = {"bias": bias, "gather_output": False, "disable_grad_reduce": shares_input}
-            build(self, layers.ColumnParallelLinear, 0, inputs, outputs, group, **options)
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                # Megatron-core 0.16.1 returns a non-contiguous output without summing it.
+                return super().forward(x.contiguous())[0]
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x)[0]
+        return Split
 
-    class ByInput(layers.RowParallelLinear):
-        get_extra_state = nn.Module.get_extra_state
-
-        def __init__(self, inputs: int, outputs: int, group: RankGroup) -> None:
-            options = {"bias": True, "input_is_parallel": True, "skip_bias_add": False}
-            build(self, layers.RowParallelLinear, 1, inputs, outputs, group, **options)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            # Megatron-core 0.16.1 returns a non-contiguous output without summing it.
-            return super().forward(x.contiguous())[0]
-
-    return ByOutput, ByInput
+    by_input = split(RowParallelLinear, 1, bias=True, input_is_parallel=True, skip_bias_add=False)
+    return split(ColumnParallelLinear, 0, gather_output=False), by_input
 
 
 def _mark_as_split(weight: Any, dim: int) -> None:

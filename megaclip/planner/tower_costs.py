@@ -445,9 +445,9 @@ def rank_model(
 class _SplitByOutput(nn.Linear):
     """One rank's part of Megatron-core's layer of this kind, which adds its bias in a kernel of its own."""
 
-    def __init__(self, inputs: int, outputs: int, group: RankGroup, shares_input: bool, bias: bool) -> None:
+    def __init__(self, inputs: int, outputs: int, group: RankGroup, disable_grad_reduce: bool, bias: bool) -> None:
         super().__init__(inputs, outputs // group.size, bias)
-        self.sums_gradient = not shares_input
+        self.sums_gradient = not disable_grad_reduce
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.sums_gradient and x.requires_grad:

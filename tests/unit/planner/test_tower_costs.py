@@ -163,7 +163,7 @@ def split_towers(
 ) -> tuple[nn.Module, nn.Module]:
     """Return one rank's part of both towers. Their forward pass sums nothing, which changes values but no sizes."""
     parts = (
-        lambda inputs, outputs, group, shares_input, bias: _Part(inputs, outputs // group.size, bias),
+        lambda inputs, outputs, group, disable_grad_reduce, bias: _Part(inputs, outputs // group.size, bias),
         lambda inputs, outputs, group: _Part(inputs // group.size, outputs),
     )
     monkeypatch.setattr(layers, "_megatron_layers", lambda: parts)
