@@ -99,7 +99,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, hidden_TC: torch.Tensor, weight_CV: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(hidden_TC, weight_CV, labels_T)  # a parameter that ZeRO-3 frees is saved as itself
         total = hidden_TC.new_zeros((), dtype=_wide(hidden_TC))
-        for hidden, labels in _parts(hidden_TC, labels_T, weight_CV):
+        for hidden, labels in _parts(weight_CV, hidden_TC, labels_T):
             total += F.cross_entropy((hidden @ weight_CV).to(total.dtype), labels, reduction="sum")
         return total
 
@@ -109,8 +109,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_TC, weight_CV, labels_T = ctx.saved_tensors
         hidden_gradient = torch.empty_like(hidden_TC)
         weight_gradient = torch.zeros_like(weight_CV, dtype=_wide(weight_CV))
-        gradients = hidden_gradient.split(_tokens_at_once(weight_CV))
-        for (hidden, labels), of_hidden in zip(_parts(hidden_TC, labels_T, weight_CV), gradients, strict=True):
+        for hidden, labels, of_hidden in _parts(weight_CV, hidden_TC, labels_T, hidden_gradient):
             of_logits = (hidden @ weight_CV).softmax(dim=1, dtype=gradient.dtype)
             of_logits[torch.arange(len(labels), device=labels.device), labels] -= 1
             of_logits = of_logits.mul_(gradient).to(hidden.dtype)
@@ -123,11 +122,7 @@ def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _tokens_at_once(weight_CV: torch.Tensor) -> int:
-    return max(1, LOGITS_AT_ONCE // weight_CV.shape[1])
-
-
-def _parts(hidden_TC: torch.Tensor, labels_T: torch.Tensor, weight_CV: torch.Tensor) -> Any:
-    """Return pairs of some tokens and their labels."""
-    count = _tokens_at_once(weight_CV)
-    return zip(hidden_TC.split(count), labels_T.split(count), strict=True)
+def _parts(weight_CV: torch.Tensor, *tensors: torch.Tensor) -> Any:
+    """Return parts of tensors (T, ...), those of the same tokens together, of at most `LOGITS_AT_ONCE` logits."""
+    count = max(1, LOGITS_AT_ONCE // weight_CV.shape[1])
+    return zip(*(tensor.split(count) for tensor in tensors), strict=True)
