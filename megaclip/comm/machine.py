@@ -64,7 +64,7 @@ def _measured(world: Any, ranks: RankGroup, device: torch.device) -> Machine:
             )
     factor = torch.zeros(_PROBE_SIDE, _PROBE_SIDE, device=device, dtype=torch.bfloat16)
     own = Machine(
-        link_bytes_per_s=_link_bytes_per_s(ranks, device),
+        link_bytes_per_s=slowest_link(ranks, device),
         flops_per_s=2 * _PROBE_SIDE**3 / min(seconds(lambda: factor @ factor)),
         free_bytes=free,
     )
@@ -74,19 +74,15 @@ def _measured(world: Any, ranks: RankGroup, device: torch.device) -> Machine:
 
 def slowest_link(ranks: RankGroup, device: torch.device) -> float:
     """Return the bytes per second that the slowest rank sends in an all-gather. Every rank must call it."""
-    own = _link_bytes_per_s(ranks, device)
+    message = torch.zeros(_probe_mib(ranks.size) * 2**18, device=device)
+    sent = (ranks.size - 1) * message.numel() * 4
+    own = sent / min(seconds(lambda: gather_rows(message, group=ranks)))
     return float(min(gather_integers([int(own)], group=ranks))[0])
 
 
 def _probe_mib(world_size: int) -> int:
     """Return the size of a rank's message in MiB."""
     return min(_PROBE_MIB, max(1, _GATHERED_MIB // world_size))
-
-
-def _link_bytes_per_s(ranks: RankGroup, device: torch.device) -> float:
-    message = torch.zeros(_probe_mib(ranks.size) * 2**18, device=device)
-    sent = (ranks.size - 1) * message.numel() * 4
-    return sent / min(seconds(lambda: gather_rows(message, group=ranks)))
 
 
 def seconds(run: Callable[[], Any]) -> list[float]:

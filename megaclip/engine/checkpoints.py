@@ -52,8 +52,7 @@ class Checkpoints:
         self.saved_step = 0
         """Step of the newest checkpoint; with --async-save it may still be being written."""
         self._trainer = trainer
-        base_sha256 = trainer.engine.module.base_sha256
-        self._identity = describe_run(inputs, arguments, trainer.batch, trainer.length.total_steps, base_sha256)
+        self._identity = describe_run(inputs, arguments, trainer.length, trainer.engine.module.base_sha256)
         self._background = BackgroundSaves()
         self._last_end = time.monotonic()
 

@@ -26,6 +26,8 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from megaclip.comm.groups import group_rank
+from megaclip.engine.schedule import RunLength
 from megaclip.errors import first_line
 from megaclip.logging import get_logger
 from megaclip.zero.settings import DeepSpeedMonitorConfig, MonitorMaster
@@ -87,33 +89,24 @@ class Metrics:
     """Context manager around the steps of a run that reports each step, evaluation and checkpoint."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        first_rank: bool,
-        start_step: int,
-        total_steps: int,
-        global_batch: int,
-        log_every: int,
-        monitors: DeepSpeedMonitorConfig,
+        self, folder: Path, length: RunLength, *, start_step: int, log_every: int, monitors: DeepSpeedMonitorConfig
     ) -> None:
         """
         Args:
             folder: the run's folder; TensorBoard's files are written to its subfolder `tensorboard`.
-            first_rank: whether this rank reports.
             start_step: number of steps that are already done.
             log_every: period of log lines in steps.
             monitors: sections of ds_config.json.
         """
-        self._global_batch = global_batch
+        self._length = length
         self._log_every = log_every
-        self._total_steps = total_steps
-        self._curves = Curves(folder / "tensorboard", start_step, monitors) if first_rank else None
+        reports = group_rank() == 0
+        self._curves = Curves(folder / "tensorboard", start_step, monitors) if reports else None
         """None on ranks that do not report."""
         self._loss_level = LossLevel()
-        self._shows_bar = first_rank and sys.stderr.isatty()
+        self._shows_bar = reports and sys.stderr.isatty()
         self._bar = tqdm(
-            total=total_steps, initial=start_step, unit="step", disable=not self._shows_bar, dynamic_ncols=True
+            total=length.total_steps, initial=start_step, unit="step", disable=not self._shows_bar, dynamic_ncols=True
         )
         self._on_exit = ExitStack()
         self._training_s = 0.0
@@ -144,7 +137,7 @@ class Metrics:
     @property
     def samples_per_s(self) -> float:
         """Samples of all ranks per second of training in this process, without evaluations and checkpoints."""
-        return self._steps * self._global_batch / self._training_s if self._training_s else 0.0
+        return self._steps * self._length.global_batch / self._training_s if self._training_s else 0.0
 
     def restart_clock(self) -> None:
         """Restart the timing of steps, so that an evaluation or a checkpoint does not count as training time."""
@@ -166,7 +159,7 @@ class Metrics:
             return
         self._warn_if_bound_by_data()
         recent_s = (now - self._step_ends[0]) / (len(self._step_ends) - 1)
-        samples_per_s = self._global_batch / recent_s
+        samples_per_s = self._length.global_batch / recent_s
         peak_mib = peak_memory_mib()
         self._bar.update()
         texts = {
@@ -182,13 +175,13 @@ class Metrics:
         }
         self._bar.set_postfix(texts, refresh=False)
         is_overdue = self._last_logged_at is None or now - self._last_logged_at >= LONGEST_LOG_INTERVAL_S
-        if step % self._log_every == 0 or step == self._total_steps or is_overdue:
+        if step % self._log_every == 0 or step == self._length.total_steps or is_overdue:
             self._last_logged_at = now
             if not self._shows_bar:
-                left_s = int((self._total_steps - step) * recent_s)
+                left_s = int((self._length.total_steps - step) * recent_s)
                 text = " ".join(f"{key} {value}" for key, value in texts.items())
                 left = f"{left_s // 3600}:{left_s // 60 % 60:02d}:{left_s % 60:02d}"
-                logger.info("step %d/%d %s, %s left", step, self._total_steps, text, left)
+                logger.info("step %d/%d %s, %s left", step, self._length.total_steps, text, left)
             scalars = {**asdict(metrics), "samples_per_s": samples_per_s, "peak_mib": peak_mib}
             scalars |= {f"terms/{name}": value for name, value in scalars.pop("terms").items()}
             self._curves.write(step, {f"train/{name}": value for name, value in scalars.items() if value is not None})

@@ -14,12 +14,12 @@ from megaclip.checkpoint.adapters import BASE, LORA
 from megaclip.checkpoint.manifest import find_damage_on_all_ranks, summary
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.comm.groups import group_rank
-from megaclip.config import BatchLayout, TrainArguments
+from megaclip.config import TrainArguments
 from megaclip.data import GPU_DECODER, check_manifest
 from megaclip.data.order import ORDER_VERSION
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.run_loss import RunLoss
-from megaclip.engine.schedule import default_warmup
+from megaclip.engine.schedule import RunLength, default_warmup
 from megaclip.engine.trainer import Trainer
 from megaclip.errors import CheckpointError, ConfigError, MegaclipError, first_line
 from megaclip.logging import format_count, get_logger
@@ -42,7 +42,7 @@ _BASE_FLAGS = {
 
 
 def describe_run(
-    inputs: Inputs, arguments: TrainArguments, batch_layout: BatchLayout, total_steps: int, base_sha256: str | None
+    inputs: Inputs, arguments: TrainArguments, length: RunLength, base_sha256: str | None
 ) -> dict[str, Any]:
     """Return the properties of a run that every checkpoint stores, in JSON types.
 
@@ -69,8 +69,8 @@ def describe_run(
         "seed": arguments.seed,
         "shard_order": arguments.shard_order,
         "order_version": ORDER_VERSION,
-        "global_batch": batch_layout.global_batch,
-        "total_steps": total_steps,
+        "global_batch": length.global_batch,
+        "total_steps": length.total_steps,
         "optimizer": inputs.config.optimizer.type,
         "parameter_groups": grouping(inputs.config.megaclip),
         "model": model.to_open_clip() | towers,

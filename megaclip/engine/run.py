@@ -171,7 +171,13 @@ class Run:
         with (
             StopSignals() as signals,
             self.watchdog,
-            self._open_metrics() as metrics,
+            Metrics(
+                self.folder,
+                self.length,
+                start_step=self.step,
+                log_every=self.arguments.log_every_n_steps,
+                monitors=self.inputs.config.monitors,
+            ) as metrics,
             self.trainer.open_data(self.folder) as store,
         ):
             try:
@@ -240,17 +246,6 @@ class Run:
                 if self._is_first_rank:
                     self.checkpoints.best.evaluated(self.step, self.scores)
             metrics.restart_clock()
-
-    def _open_metrics(self) -> Metrics:
-        return Metrics(
-            self.folder,
-            first_rank=self._is_first_rank,
-            start_step=self.step,
-            total_steps=self.length.total_steps,
-            global_batch=self.trainer.batch.global_batch,
-            log_every=self.arguments.log_every_n_steps,
-            monitors=self.inputs.config.monitors,
-        )
 
     def _log_batch(self) -> None:
         """Log the steps of this process and how the contrastive batch is divided."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megaclip.config import MegaclipSection
+from megaclip.engine.schedule import RunLength
 from megaclip.errors import ConfigError
 from megaclip.losses import LOSSES, FastClipLoss
 from megaclip.losses.settings import LossSettings
@@ -19,30 +20,21 @@ from megaclip.step.gradient_cache import ContrastiveLoss
 class RunLoss:
     """The loss that `section` selects, in a run.
 
-    samples: number of samples of the dataset. epochs, total_steps: length of the run. warmup: its number of warm-up
-    steps. Raises ConfigError if the warm-up of the temperature is longer than the run.
+    warmup: the run's number of warm-up steps. Raises ConfigError if the warm-up of the temperature is longer than the
+    run.
     """
 
-    def __init__(
-        self,
-        section: MegaclipSection,
-        *,
-        samples: int,
-        epochs: float,
-        total_steps: int,
-        warmup: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, section: MegaclipSection, length: RunLength, warmup: int, device: torch.device) -> None:
         options: dict[str, Any] = section.model_dump(include=set(LossSettings.model_fields))
         if section.is_global:
-            options |= section.fastclip.model_dump(exclude_none=True) | {"samples": samples}
+            options |= section.fastclip.model_dump(exclude_none=True) | {"samples": length.samples}
             self._gamma_epochs_are_default = section.fastclip.gamma_epochs is None
-            options.setdefault("gamma_epochs", epochs / 2)  # FastCLIP, section 5: half of the epochs
-            options.setdefault("temperature_warmup", warmup)
-            if options["temperature_warmup"] > total_steps:
+            half = length.epoch_at(length.total_steps) / 2  # FastCLIP, section 5: half of the epochs
+            options = {"gamma_epochs": half, "temperature_warmup": warmup} | options
+            if options["temperature_warmup"] > length.total_steps:
                 raise ConfigError(
                     f"megaclip.fastclip.temperature_warmup {options['temperature_warmup']} is longer than the run of "
-                    f"{total_steps} steps; set it to {total_steps} or less"
+                    f"{length.total_steps} steps; set it to {length.total_steps} or less"
                 )
         else:
             options["ids"] = section.same_ids

@@ -75,14 +75,7 @@ class Trainer:
         self._admit_scale()
         bias = self.engine.module.logit_bias
         self.logit_bias = None if bias is None else MasterScalar(bias)
-        self.loss = RunLoss(
-            planned,
-            samples=len(inputs.train),
-            epochs=length.epoch_at(length.total_steps),
-            total_steps=length.total_steps,
-            warmup=chosen_warmup(arguments, length),
-            device=self.engine.device,
-        )
+        self.loss = RunLoss(planned, length, chosen_warmup(arguments, length), self.engine.device)
         self.skipped_steps = SkippedSteps(arguments.skips_in_a_row)
         self.decoding = ImageDecoding(arguments.image_decoder, self.engine.device, inputs.train_transform)
         self.step_s = 0.0

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megaclip.config import MegaclipSection
 from megaclip.engine.run_loss import RunLoss
+from megaclip.engine.schedule import RunLength
 from megaclip.losses.settings import VARIANTS
 from tests.distributed import fastclip_oracle as written
 from tests.distributed.engine_cases import (
@@ -116,7 +117,7 @@ def through_the_engine(case: Case) -> Trained:
     section = MegaclipSection.model_validate(
         {"loss": case.loss, "exchange": case.exchange, "reduction": case.reduction, "fastclip": settings}
     )
-    loss = RunLoss(section, samples=SAMPLES, epochs=1.0, total_steps=STEPS, warmup=0, device=engine.device)
+    loss = RunLoss(section, RunLength(SAMPLES, BATCH, STEPS), 0, engine.device)
     outcome = Trained()
     for step, epoch in enumerate(EPOCHS):
         own_ids = ids_of(step)[dist.get_rank() :: dist.get_world_size()]

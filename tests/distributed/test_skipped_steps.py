@@ -15,11 +15,12 @@ import torch
 
 from megaclip.config import MegaclipSection
 from megaclip.engine.run_loss import RunLoss
+from megaclip.engine.schedule import RunLength
 from megaclip.engine.trainer import SkippedSteps
 from megaclip.errors import NonFiniteError
 from megaclip.zero.optimizers import set_learning_rate, update
 from tests.distributed import engine_cases
-from tests.distributed.engine_cases import LEARNING_RATES, WORLD_SIZE, Case, batch_of, poisoned_batch_of
+from tests.distributed.engine_cases import BATCH, LEARNING_RATES, WORLD_SIZE, Case, batch_of, poisoned_batch_of
 from tests.distributed.harness import or_traceback, run_ranks
 from tests.distributed.test_engine_fastclip import SAMPLES, ids_of
 
@@ -64,7 +65,7 @@ def trained(case: Case, faults: Sequence[str]) -> tuple[dict[str, np.ndarray], i
     if case.loss.startswith("fastclip"):
         settings = {"temperature_learning_rate": 0.01, "rho": 6.5}
         section = MegaclipSection.model_validate({"loss": case.loss, "exchange": case.exchange, "fastclip": settings})
-        loss = RunLoss(section, samples=SAMPLES, epochs=2.0, total_steps=4, warmup=0, device=engine.device)
+        loss = RunLoss(section, RunLength(SAMPLES, BATCH, total_steps=4), 0, engine.device)
     for step in (0, 1):
         for fault in faults if step == 1 else ():
             try:

@@ -19,6 +19,7 @@ from megaclip.engine import equal_inputs, resume
 from megaclip.engine.inputs import Inputs, _check_tokenizer_of, chosen_objective, model_preprocessing, read_inputs
 from megaclip.engine.preflight import workload_of
 from megaclip.engine.saved_model import load_saved_model
+from megaclip.engine.schedule import RunLength
 from megaclip.errors import CheckpointError, ConfigError, DataError
 from megaclip.models import build_model, load_model_config
 from megaclip.models.config import CARD_NAME
@@ -290,7 +291,7 @@ def test_run_description_contains_the_tokenizers_content_and_the_preprocessing(
         arguments = ["--model", folder / "exported", *flags]
         inputs = read(folder, *arguments)
         parsed = parse_arguments(["--deepspeed_config", "c", "--train-data", "d", *map(str, arguments)])
-        return resume.describe_run(inputs, parsed, inputs.config.batch_layout(1), 1, None)
+        return resume.describe_run(inputs, parsed, RunLength.of(parsed, len(inputs.train), 1), None)
 
     first = description()
 

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megaclip.engine import metrics
 from megaclip.engine.metrics import Curves, LossLevel, Metrics, StepMetrics
+from megaclip.engine.schedule import RunLength
 from megaclip.engine.trainer import SkippedSteps
 from megaclip.errors import NonFiniteError
 from megaclip.zero.settings import DeepSpeedMonitorConfig
@@ -21,10 +22,10 @@ from megaclip.zero.settings import DeepSpeedMonitorConfig
 NO_MONITORS = DeepSpeedMonitorConfig()
 
 
-def metrics_of(folder: Path, **changes: Any) -> Metrics:
-    """Return the metrics of a run of 40 steps. changes: other arguments."""
-    run = {"start_step": 0, "total_steps": 40, "global_batch": 8, "log_every": 10, "monitors": NO_MONITORS}
-    return Metrics(folder, first_rank=True, **run | changes)
+def metrics_of(folder: Path, *, start_step: int = 0, total_steps: int = 40) -> Metrics:
+    """Return the metrics of a run of 40 steps."""
+    length = RunLength(samples=8, global_batch=8, total_steps=total_steps)
+    return Metrics(folder, length, start_step=start_step, log_every=10, monitors=NO_MONITORS)
 
 
 class FullMonitor:

@@ -9,6 +9,7 @@ import torch
 
 from megaclip.config import MegaclipSection
 from megaclip.engine.run_loss import RunLoss
+from megaclip.engine.schedule import RunLength
 from megaclip.errors import ConfigError
 from megaclip.losses import LOSSES, ClipLoss, FastClipLoss, SigLipLoss
 from megaclip.losses.settings import FastClipSettings, LossSettings
@@ -49,8 +50,7 @@ def test_every_setting_of_the_section_reaches_the_loss() -> None:
     assert common.keys() == LossSettings.model_fields.keys() and own.keys() == FastClipSettings.model_fields.keys()
     assert all(own[name] != field.default for name, field in FastClipSettings.model_fields.items())
     section = MegaclipSection(loss="fastclip_v3", fastclip=own, **common)
-    device = torch.device("cpu")
-    loss = RunLoss(section, samples=9, epochs=2, total_steps=9, warmup=0, device=device)._loss
+    loss = RunLoss(section, RunLength(9, 2, 9), 0, torch.device("cpu"))._loss
     expected = {**common, **own, "variant": "fastclip_v3", "samples": 9, "precision": "auto"}
     assert loss.settings.model_dump() == expected
     assert (loss.tiles.implementation, loss.tiles.tile_budget_mib) == ("torch", 7.5)
@@ -70,7 +70,7 @@ def test_every_loss_refuses_features_without_channels_or_rows(name: str, shape: 
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
 def test_a_run_passes_the_section_to_the_loss_and_does_not_record_it(loss: str) -> None:
     section = MegaclipSection(loss=loss, exchange="ring", reduction="scalar", payload="bf16")
-    built = RunLoss(section, samples=9, epochs=2, total_steps=9, warmup=0, device=torch.device("cpu"))._loss
+    built = RunLoss(section, RunLength(9, 2, 9), 0, torch.device("cpu"))._loss
     assert built.settings.cuda_graphs is False
     assert (built.settings.exchange, built.settings.reduction, built.settings.payload) == ("ring", "scalar", "bf16")
 
