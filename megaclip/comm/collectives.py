@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import deepspeed.comm as dist
 import torch
@@ -156,23 +156,18 @@ def raise_on_all_ranks(*, group: Any = None) -> Iterator[None]:
     ranks = resolve(group)
     failed = gather_integers([int(error is not None)], group=ranks)
     if any(flag for (flag,) in failed):
-        for_users = isinstance(error, errors.MegaclipError)
-        is_temporary = isinstance(error, errors.MegaclipError) and errors.is_temporary(error)
-        described = None if error is None else (type(error).__name__, str(error), for_users, is_temporary)
-        _raise_first(error, gather_objects(described, group=ranks))
-
-
-def _raise_first(own: Exception | None, described: list[tuple[str, str, bool, bool] | None]) -> NoReturn:
-    reports = [(rank, *report) for rank, report in enumerate(described) if report is not None]
-    if own is not None and not isinstance(own, errors.MegaclipError):
-        raise own
-    for _, name, message, for_users, is_temporary in reports:
-        if for_users:
-            first = getattr(errors, name, errors.MegaclipError)(message)
-            first.is_temporary = is_temporary
-            raise first from own
-    rank, name, message, *_ = reports[0]
-    raise errors.MegaclipError(f"rank {rank} failed with {name}: {message}; see that rank's output")
+        sent: Any = None if error is None else f"{type(error).__name__}: {error}"
+        if isinstance(error, errors.MegaclipError):
+            sent = type(error)(*error.args)
+            sent.is_temporary = errors.is_temporary(error)
+        received = gather_objects(sent, group=ranks)
+        if error is not None and not isinstance(error, errors.MegaclipError):
+            raise error
+        for first in received:
+            if isinstance(first, errors.MegaclipError):
+                raise first from error
+        rank, text = next((rank, text) for rank, text in enumerate(received) if text is not None)
+        raise errors.MegaclipError(f"rank {rank} failed with {text}; see that rank's output")
 
 
 @functools.cache

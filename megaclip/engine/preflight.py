@@ -25,7 +25,7 @@ from megaclip.cache.kept_graphs import MEASURED_MARGIN, free_at_peak
 from megaclip.comm.collectives import gather_integers, gather_objects
 from megaclip.comm.groups import by_node, ranks_of_this_node, resolve
 from megaclip.comm.machine import machine_of
-from megaclip.config import MegaclipSection, TrainArguments
+from megaclip.config import TrainArguments
 from megaclip.data import PairDataset, bytes_to_come
 from megaclip.engine.compile_trial import compiled_is_faster
 from megaclip.engine.inputs import Inputs
@@ -69,13 +69,12 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
     if arguments.shard_cache is not None:
         cluster = _beside_shard_cache(cluster, folder, Path(arguments.shard_cache), arguments, inputs)
     cluster = _of_all_ranks(cluster)
+    device = torch.device(get_accelerator().current_device_name())
     chooses_way = requested.world_size > 1 and "auto" in (requested.megaclip.exchange, requested.megaclip.reduction)
     if chooses_way:
-        device = torch.device(get_accelerator().current_device_name())
         cluster = replace(cluster, measured=machine_of(by_node(resolve(None)), device))
     measured = ""
     if requested.megaclip.compile == "measure" and compile_estimate(requested, cluster).pays:
-        device = torch.device(get_accelerator().current_device_name())
         compiles, measured = compiled_is_faster(requested, device)
         requested = requested.with_megaclip(compile=compiles)
     plan = plan_memory(requested, cluster)
@@ -87,7 +86,10 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
     reason = _reason_for_graphs(plan, requested.megaclip.keep_graphs, cluster)
     logger.info("%s: %s", graphs_text(plan.workload), reason)
     if chooses_way:
-        logger.info("%s", _way_text(plan.workload, requested.megaclip, cluster))
+        section = requested.megaclip
+        allowed = plan.workload.with_megaclip(exchange=section.exchange, reduction=section.reduction)
+        choice, machine = choose_way_of_loss(allowed, cluster)
+        logger.info("%s", choice._replace(exchange=chosen.exchange, reduction=chosen.reduction).described(machine))
     _log_places(plan, workload, cluster, folder)
     _log_compilation(plan, workload, cluster, measured)
     if arguments.no_plan:
@@ -123,14 +125,6 @@ def _of_all_ranks(cluster: Cluster) -> Cluster:
         for name in ("gpu_memory", "gpu_total_memory", "host_memory", "disk")
     }
     return replace(clusters[0], **least)
-
-
-def _way_text(planned: Workload, requested: MegaclipSection, cluster: Cluster) -> str:
-    """Return the planned exchange and reduction as text, with the estimates of all that `requested` allows."""
-    section = planned.megaclip
-    allowed = planned.with_megaclip(exchange=requested.exchange, reduction=requested.reduction)
-    choice, machine = choose_way_of_loss(allowed, cluster)
-    return choice._replace(exchange=section.exchange, reduction=section.reduction).described(machine)
 
 
 def keep_more_graphs(plan: MemoryPlan) -> MemoryPlan:

@@ -74,7 +74,7 @@ def start_process_group() -> None:
         accelerator.set_device(local_rank_from_environment())
     if accelerator.device_name() == "cuda":
         os.environ[ARCHITECTURES] = architectures(os.environ.get(ARCHITECTURES, ""), torch.cuda.get_device_capability())
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # record the last collectives (`megaclip.guards.stacks`)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # record the last collectives (`megaclip.guards.watchdog`)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
         logger.warning("torchrun restarts ranks reliably only with  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     try:

@@ -29,8 +29,7 @@ import deepspeed.comm as dist
 import torch
 from torch.distributed import distributed_c10d
 
-from megaclip.data.workers import WORKER_TIMEOUT_S, kill_workers, set_worker_timeout
-from megaclip.guards.stacks import collectives_entered, write_stacks
+from megaclip.data.workers import WORKER_TIMEOUT_S, kill_workers, set_worker_timeout, worker_stacks
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
@@ -58,6 +57,8 @@ _AFTER_WATCHDOG_S = 600.0
 """Seconds by which the time-out of collectives exceeds twice the longest limit of the watchdog."""
 _NAMED_RANKS = 16
 """Largest number of ranks that the log names."""
+_SHOWN_COLLECTIVES = 20
+"""Number of the last collectives of a rank that its file of stacks lists."""
 _STEP = "a step"
 SILENT = "it does not answer: its process is stopped or gone, or its host cannot be reached"
 
@@ -203,7 +204,7 @@ class Watchdog:
         def ask() -> None:
             try:
                 shared: Any = distributed_c10d._get_default_store()
-                store = shared.clone() if hasattr(shared, "clone") else shared
+                store = shared.clone()
                 store.set_timeout(datetime.timedelta(seconds=_MISSED_HEARTBEATS * self._heartbeat_s))
                 answer.set_result(question(store))
             except Exception as error:  # raised again below
@@ -275,19 +276,16 @@ class Watchdog:
             for rank in range(self._world_size)
             if rank != self._rank and now.get(rank, {}).get("beats") == before.get(rank, {}).get("beats")
         }
-        alive = {rank: state for rank, state in now.items() if rank not in silent}
-        if not silent and any(state["phase"] != _STEP and not state["late"] for state in alive.values()):
-            return None  # the others wait for a rank that evaluates or saves
         if silent:
             return silent
-        fewest = min(state["collectives"] for state in alive.values())
-        most = max(state["collectives"] for state in alive.values())
-        behind = {
-            rank: f"it has entered {fewest} collectives since the start, others {most}"
-            for rank, state in alive.items()
-            if state["collectives"] == fewest < most
-        }
-        return behind or dict.fromkeys(alive, "all have entered the same collectives")
+        if any(state["phase"] != _STEP and not state["late"] for state in now.values()):
+            return None  # the others wait for a rank that evaluates or saves
+        entered = {rank: state["collectives"] for rank, state in now.items()}
+        fewest, most = min(entered.values()), max(entered.values())
+        if fewest == most:
+            return dict.fromkeys(now, "all have entered the same collectives")
+        behind = f"it has entered {fewest} collectives since the start, others {most}"
+        return {rank: behind for rank, count in entered.items() if count == fewest}
 
     def _report(self, verdict: dict[int, str] | None) -> None:
         """Write the stacks, log the verdict if this rank has found the hang, and end the process."""
@@ -327,3 +325,48 @@ class Watchdog:
             self._ask(lambda store: store.set(f"watchdog/reported/{self._rank}", "1"))
             while time.monotonic() < deadline and not self._ask(lambda store: store.check(keys)):
                 time.sleep(0.2)
+
+
+def collectives_entered() -> int:
+    """Return the number of collectives that this rank has entered, over all its process groups."""
+    total = 0
+    groups: list[Any] = list(distributed_c10d._world.pg_map)
+    for group in groups:
+        with contextlib.suppress(RuntimeError, AttributeError):  # no count, or the group has ended
+            total += group._get_sequence_number_for_group()
+    return total
+
+
+def write_stacks(folder: Path, rank: int, header: str) -> Path:
+    """Write the stacks of this rank and of its data workers, and its last collectives; return the path of the file.
+
+    Raises OSError if the file cannot be written.
+    """
+    folder.mkdir(exist_ok=True)
+    path = folder / f"rank_{rank}.txt"
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {header}\n\n")
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.write(f"\n{worker_stacks()}\n{_last_collectives()}")
+    return path
+
+
+def _last_collectives() -> str:
+    """Return the last collectives of PyTorch's flight recorder, one per line, or "" if it does not record.
+
+    TORCH_FR_BUFFER_SIZE, which `megaclip.engine.process_group` sets, turns it on.
+    """
+    recorder: Any = torch._C._distributed_c10d
+    try:
+        recorded = json.loads(recorder._dump_fr_trace_json())
+        entries: list[dict[str, Any]] = recorded["entries"][-_SHOWN_COLLECTIVES:]
+        lines = [
+            f"  group {' '.join(entry['process_group'])}: collective {entry['collective_seq_id']} "
+            f"{entry['profiling_name']} {entry['input_sizes']} {entry['input_dtypes']}, {entry['state']}, "
+            f"{'retired' if entry['retired'] else 'not retired'}, time-out {entry['timeout_ms'] / 1000:.0f} s"
+            for entry in entries
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):  # another version of PyTorch
+        return ""
+    return "\n".join(["the last collectives that this rank has entered, the newest last:", *lines, ""])

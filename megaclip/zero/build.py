@@ -74,7 +74,13 @@ def build_engine(
     torch.manual_seed(arguments.seed)
     parallel = parallel_groups(config.megaclip.tensor_parallel_size)
     batch_layout = config.batch_layout(dist.get_world_size())
-    partition = _partition(config, parallel)
+    partition = functools.partial(  # divides parameters among the ranks at ZeRO-3
+        deepspeed.zero.Init,
+        config_dict_or_path=config.for_deepspeed,
+        enabled=config.zero_stage == 3,
+        data_parallel_group=parallel.data.handle,
+        mpu=parallel.mpu,
+    )
     model = _construct(config, model_config, parallel, partition)
     if model.statistics(model.visual) and batch_layout.micro_batch == 1:
         raise ConfigError(
@@ -122,7 +128,10 @@ def build_engine(
     model.locked_weights = {name: pretrained[name] for name in kept}
     if config.zero_stage == 3:
         use_linear_of_zero3()
-        _gather_whole_blocks(model)
+        # ZeRO-3 gathers each block's parameters at once instead of one projection or norm at a time: DeepSpeed's hooks
+        # take longer than small matrix products. `blocks_gathered_at_once` documents the exception.
+        for block, at_once in model.blocks_gathered_at_once():
+            deepspeed.utils.set_z3_leaf_module(block, at_once)
     engine = _initialize(config, model, parallel)
     write_masters(engine, pretrained)
     del pretrained
@@ -142,10 +151,14 @@ def build_engine(
 def _check_machine(config: TrainingConfig) -> None:
     """Raise ConfigError if a setting requires a device or a package that this rank does not have."""
     require_build_folder(needed_ops(config))
-    _check_quantized_collectives(config)
     if config.megaclip.layer_norm == "apex":
         require_apex()
     device = torch.device(get_accelerator().device_name())
+    quantized = [name for name, value in config.zero if name.startswith("zero_quantized_") and value]
+    if quantized and device.type == "cpu":  # DeepSpeed has no op for ZeRO++'s quantized collectives there
+        raise ConfigError(
+            f"{config.path}: zero_optimization.{quantized[0]} requires a GPU; leave it out to train on a CPU"
+        )
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     require_implementation(config.megaclip.implementation, device, dtype, "megaclip.implementation")
 
@@ -161,17 +174,6 @@ def _initialize(config: TrainingConfig, model: DualEncoder, parallel: Parallelis
     except ValidationError as error:
         raise ConfigError(f"{config.path}: {config_error(error)}") from None
     return engine
-
-
-def _partition(config: TrainingConfig, parallel: Parallelism) -> Callable[..., Any]:
-    """Return `deepspeed.zero.Init` with the run's settings. It partitions parameters at ZeRO-3."""
-    return functools.partial(
-        deepspeed.zero.Init,
-        config_dict_or_path=config.for_deepspeed,
-        enabled=config.zero_stage == 3,
-        data_parallel_group=parallel.data.handle,
-        mpu=parallel.mpu,
-    )
 
 
 def _construct(
@@ -206,15 +208,6 @@ def _construct(
     return model
 
 
-def _gather_whole_blocks(model: DualEncoder) -> None:
-    """Make ZeRO-3 gather each block's parameters at once instead of one projection or norm at a time.
-
-    DeepSpeed's hooks take longer than small matrix products. `blocks_gathered_at_once` documents the exception.
-    """
-    for block, at_once in model.blocks_gathered_at_once():
-        deepspeed.utils.set_z3_leaf_module(block, at_once)
-
-
 def _compile_towers(model: DualEncoder, config: TrainingConfig, *, recomputes: bool) -> str:
     """Let torch.compile compile the towers in the first step; return a description of the compiled parts for the log.
 
@@ -232,15 +225,6 @@ def _is_gathered_at_once(block: nn.Module) -> bool:
     """Return False if ZeRO-3 gathers the parameters of `block` one by one: its hooks would run inside the graph."""
     partitioned = any(is_partitioned(parameter) for parameter in block.parameters())
     return not partitioned or bool(deepspeed.utils.z3_leaf_module(block))
-
-
-def _check_quantized_collectives(config: TrainingConfig) -> None:
-    """Raise ConfigError if ZeRO++'s quantized collectives are requested on a CPU, for which DeepSpeed has no op."""
-    quantized = [name for name, value in config.zero if name.startswith("zero_quantized_") and value]
-    if quantized and get_accelerator().device_name() == "cpu":
-        raise ConfigError(
-            f"{config.path}: zero_optimization.{quantized[0]} requires a GPU; leave it out to train on a CPU"
-        )
 
 
 # PyTorch's checkpoint is used because both of DeepSpeed's fail here: deepspeed.checkpointing.checkpoint loses the

@@ -113,12 +113,12 @@ def update(engine: DeepSpeedEngine, step: int | None = None, loss: Tensor | None
         engine._global_grad_norm = _gradient_norm(engine.module)
         if not math.isfinite(norm := float(engine._global_grad_norm)):
             engine.zero_grad()
-        _check_norm(norm, step, loss)
+            raise _non_finite(norm, step, loss)
         engine.step()
         return norm
     engine.step()
     if getattr(engine.optimizer, "overflow", False):
-        _check_norm(math.inf, step, loss)
+        raise _non_finite(math.inf, step, loss)
     return float(engine.get_global_grad_norm())
 
 
@@ -134,9 +134,7 @@ def _gradient_norm(model: DualEncoder) -> Tensor:
     return (norms[0].square() + sum_over_ranks(norms[1].square(), group=model.tensor)).sqrt()
 
 
-def _check_norm(norm: float, step: int, loss: Tensor | None = None) -> None:
-    if math.isfinite(norm):
-        return
+def _non_finite(norm: float, step: int, loss: Tensor | None) -> NonFiniteError:
     value = 0.0 if loss is None else float(loss)
     reason = f"the gradient norm is {norm}" if math.isfinite(value) else f"the loss is {value}"
-    raise NonFiniteError(f"step {step}: {reason}, so the update was not made")
+    return NonFiniteError(f"step {step}: {reason}, so the update was not made")

@@ -14,7 +14,6 @@ import torch
 
 from megaclip.data import workers
 from megaclip.guards import watchdog
-from megaclip.guards.stacks import write_stacks
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +112,7 @@ def test_a_hanging_run_ends_although_its_stacks_cannot_be_written(without_ranks,
 
 
 def test_stacks_name_shards_in_any_encoding(tmp_path):
-    assert "a\\udcff.tar" in write_stacks(tmp_path, 0, "last row: a\udcff.tar").read_text()
+    assert "a\\udcff.tar" in watchdog.write_stacks(tmp_path, 0, "last row: a\udcff.tar").read_text()
 
 
 class PausedFuture(watchdog.Future):
