@@ -12,7 +12,7 @@ import torch
 from megaclip.commands.plan import SETTINGS
 from megaclip.config import TrainArguments, TrainingConfig, load_training_config
 from megaclip.config.command_line import DEFAULT_EPOCHS
-from megaclip.engine.schedule import RunLength
+from megaclip.engine.schedule import whole_steps
 from megaclip.errors import ConfigError
 from megaclip.logging import format_count
 from megaclip.models import load_model_config
@@ -91,8 +91,8 @@ def _workload(arguments: argparse.Namespace, config: TrainingConfig, cluster: Cl
         raise ConfigError(f"--epochs {arguments.epochs} requires --train-num-samples, without --train-steps; set it")
     steps = arguments.train_steps
     if arguments.train_num_samples and not steps:
-        length = RunLength(arguments.train_num_samples, config.batch_layout(cluster.gpus).global_batch, total_steps=0)
-        steps = length.steps_in(arguments.epochs or DEFAULT_EPOCHS)
+        batch = config.batch_layout(cluster.gpus).global_batch
+        steps = whole_steps(arguments.epochs or DEFAULT_EPOCHS, arguments.train_num_samples, batch)
     rows = TrainArguments.model_fields["eval_batch_size"].default
     evaluation = EvaluationSets(rows, pairs=arguments.val_num_samples) if arguments.val_num_samples else None
     workload = Workload.of(

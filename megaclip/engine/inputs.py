@@ -267,7 +267,14 @@ def _check_settings(arguments: TrainArguments, section: MegaclipSection, model_c
             "megaclip.same_ids 'positive' changes nothing for equal captions, because their features are equal; use "
             "'mask', or an --id-key that images with different captions share"
         )
-    _check_data_offload_dir(arguments, section)
+    if arguments.data_offload_dir is not None:
+        if section.data_offload in ("cpu", "reread"):
+            raise ConfigError(
+                f"--data-offload-dir has no effect with megaclip.data_offload {section.data_offload!r}; remove it, or "
+                "set megaclip.data_offload to 'disk' or 'auto'"
+            )
+        if not Path(arguments.data_offload_dir).is_dir():
+            raise ConfigError(f"--data-offload-dir {arguments.data_offload_dir!r} is not a folder; create it first")
     if arguments.feature_cache is not None:
         _check_feature_cache(arguments, section, model_config)
 
@@ -287,19 +294,6 @@ def _check_feature_cache(arguments: TrainArguments, section: MegaclipSection, mo
             f"--feature-cache cannot be used with megaclip.tensor_parallel_size {section.tensor_parallel_size}; set it "
             "to 1, or leave --feature-cache out"
         )
-
-
-def _check_data_offload_dir(arguments: TrainArguments, section: MegaclipSection) -> None:
-    """Raise ConfigError if --data-offload-dir has no effect or does not exist."""
-    if arguments.data_offload_dir is None:
-        return
-    if section.data_offload in ("cpu", "reread"):
-        raise ConfigError(
-            f"--data-offload-dir has no effect with megaclip.data_offload {section.data_offload!r}; remove it, or set "
-            "megaclip.data_offload to 'disk' or 'auto'"
-        )
-    if not Path(arguments.data_offload_dir).is_dir():
-        raise ConfigError(f"--data-offload-dir {arguments.data_offload_dir!r} is not a folder; create it first")
 
 
 def _check_locks(arguments: TrainArguments, model_config: ModelConfig) -> None:

@@ -99,34 +99,34 @@ def resume(trainer: Trainer, identity: dict[str, Any], checkpoints: Path) -> tup
     found = _find_checkpoint(arguments.resume, checkpoints)
     if found is None:
         return None, uuid.uuid4().hex
-    state: dict[str, Any] = {}
+    folder, tag = found
+    path, state = folder / tag, dict[str, Any]()
     with raise_on_all_ranks():
         try:
-            state = store.read_state(*found)
+            state = store.read_state(folder, tag)
             _check_same_run(state, identity)
             _check_length(state, identity, arguments, loss)
         except MegaclipError:
             raise
         except OSError as error:  # on a host that does not see the whole checkpoint
             raise CheckpointError(
-                f"cannot read {search.STATE} of {str(found[0] / found[1])!r}: {first_line(error)}; copy the whole "
-                "checkpoint to every host, or choose another one"
+                f"cannot read {search.STATE} of {str(path)!r}: {first_line(error)}; copy the whole checkpoint to every "
+                "host, or choose another one"
             ) from None
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(
-                f"{str(found[0] / found[1])!r} has a {search.STATE} that MegaCLIP did not write ({first_line(error)}); "
-                "choose another checkpoint"
+                f"{str(path)!r} has a {search.STATE} that MegaCLIP did not write ({first_line(error)}); choose another "
+                "checkpoint"
             ) from None
-        run = _run_after(*found, checkpoints, arguments.resume)
+        run = _run_after(folder, tag, checkpoints, arguments.resume)
     _follow_decoder(state["image_decoder"], trainer)
     shape = " at ZeRO-{zero_stage} in {precision}, tensor-parallel size {tensor_parallel_size}"
     was, now = (format_count(one["world_size"], "rank") + shape.format(**one) for one in (state, identity))
     if was != now:
         logger.info("converting a checkpoint of %s to %s", was, now)
-    step_folder = found[0] / found[1]
-    load_checkpoint(trainer.engine, step_folder)
+    load_checkpoint(trainer.engine, path)
     with raise_on_all_ranks():
-        loss_states = store.read_loss_states(*found)
+        loss_states = store.read_loss_states(folder, tag)
         if loss.own is not None:
             loss.own.load_checkpoint_state(loss_states)
         elif next(iter(loss_states), None) is not None:
@@ -134,8 +134,8 @@ def resume(trainer: Trainer, identity: dict[str, Any], checkpoints: Path) -> tup
                 "the checkpoint holds per-sample state of a global contrastive loss; set megaclip.loss to that loss"
             )
     trainer.resumed(state["step"], state.get("log_scale_max", 0.0))
-    logger.info("resumed from %s at step %d", step_folder, state["step"])
-    return step_folder, run
+    logger.info("resumed from %s at step %d", path, state["step"])
+    return path, run
 
 
 def require_own_folder(folder: Path, wanted: str | None) -> None:

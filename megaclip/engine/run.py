@@ -44,16 +44,13 @@ from megaclip.step.sample_store import StepStore
 logger = get_logger(__name__)
 
 
-def main(argv: list[str], *, other_ranks_delay_s: float | None = None) -> int:
+def main(argv: list[str], *, other_ranks_delay_s: float = 0.0) -> int:
     """Run this rank's part of the training that `argv` specifies; return the exit code of the process.
 
-    A `MegaclipError` is logged as one line, by the first rank of each host.
+    A `MegaclipError` is logged as one line. argv: command line, without the name of the program.
 
-    Args:
-        argv: command line, without the name of the program.
-        other_ranks_delay_s: delay in seconds before the other ranks log their own errors. A launcher ends all ranks
-            when one exits, so the delay lets the first rank log its error first. An error that occurs only on another
-            rank is still logged. None: the other ranks log nothing.
+    other_ranks_delay_s: seconds that ranks other than the first one of a host wait before they log their error. A
+        launcher ends all ranks when one exits, so the others log only an error that the first one does not have.
     """
     end_with_launcher()
     arguments: TrainArguments | None = None
@@ -62,11 +59,9 @@ def main(argv: list[str], *, other_ranks_delay_s: float | None = None) -> int:
         arguments = parse_arguments(argv)
         exit_code = train(arguments)
     except MegaclipError as error:
-        if local_rank_from_environment() == 0:
-            logger.error("%s", error)
-        elif other_ranks_delay_s is not None:
+        if local_rank_from_environment() != 0:
             time.sleep(other_ranks_delay_s)
-            logger.error("%s", error)
+        logger.error("%s", error)
         if arguments is not None and arguments.debug_traceback:
             raise
         exit_code = error.exit_code

@@ -35,11 +35,7 @@ class RunLength:
     def of(cls, arguments: TrainArguments, samples: int, global_batch: int) -> "RunLength":
         """Return the length that --train-steps or --epochs specifies."""
         epochs = arguments.epochs or DEFAULT_EPOCHS
-        return cls(samples, global_batch, arguments.train_steps or _whole_steps(epochs, samples, global_batch))
-
-    def steps_in(self, epochs: int) -> int:
-        """Return the number of whole steps in this many epochs, at least 1."""
-        return _whole_steps(epochs, self.samples, self.global_batch)
+        return cls(samples, global_batch, arguments.train_steps or whole_steps(epochs, samples, global_batch))
 
     def epoch_at(self, step: int) -> float:
         """Return the number of epochs completed after this many steps, as a fraction."""
@@ -58,7 +54,8 @@ class RunLength:
         return step * self.global_batch // period > (step - 1) * self.global_batch // period
 
 
-def _whole_steps(epochs: int, samples: int, global_batch: int) -> int:
+def whole_steps(epochs: int, samples: int, global_batch: int) -> int:
+    """Return the number of whole steps in this many epochs, at least 1."""
     return max(1, epochs * samples // global_batch)
 
 
@@ -98,7 +95,8 @@ def chosen_schedule(arguments: TrainArguments, length: RunLength, peak_rate: flo
         return _with_decay(
             warmup, warmup, total_steps, end_factor, lambda progress: 0.5 * (1 + math.cos(math.pi * progress))
         )
-    cooldown_steps = arguments.cooldown_steps or length.steps_in(arguments.epochs_cooldown or 1)
+    cooldown_epochs = arguments.epochs_cooldown or 1
+    cooldown_steps = arguments.cooldown_steps or whole_steps(cooldown_epochs, length.samples, length.global_batch)
     if warmup + cooldown_steps > total_steps:
         raise ConfigError(
             f"a warm-up of {warmup} steps and a cooldown of {cooldown_steps} steps are together longer than the run of "

@@ -5,6 +5,7 @@ depend on the tokenizer that they were trained with, so a tokenizer that differs
 `choose_tokenizer` makes the choice, and `TokenizerChoice.fit` returns the model description for it.
 """
 
+import contextlib
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,8 +152,9 @@ def choose_tokenizer(given: str | None, card: ModelCard | None, config: ModelDes
     if given is None or given == own:
         return TokenizerChoice(_load(own, config, owner), own, owner)
     tokenizer = _load(given, config, owner)
-    if _is_equal(tokenizer, own, config, owner):
-        return TokenizerChoice(tokenizer, given, owner)
+    with contextlib.suppress(ConfigError):  # the own one cannot be loaded
+        if _load(own, config, owner).identity == tokenizer.identity:
+            return TokenizerChoice(tokenizer, given, owner)
     if card is not None:
         logger.warning("--tokenizer %s is not the tokenizer of the model in %s, %s", given, card.directory, own)
     return TokenizerChoice(tokenizer, given, None)
@@ -205,17 +207,7 @@ def _load(name: str, config: ModelDescription, owner: ModelDescription) -> Token
 
 def _described_kind(config: ModelDescription) -> str:
     name = config.text_cfg.hf_tokenizer_name
-    if not name:
-        return "clip"
-    return _SENTENCEPIECE if name == _SENTENCEPIECE else "hugging face"
-
-
-def _is_equal(tokenizer: Tokenizer, own: str, config: ModelDescription, owner: ModelDescription) -> bool:
-    """Return whether the tokenizer named `own` can be loaded and has the vocabulary of `tokenizer`."""
-    try:
-        return _load(own, config, owner).identity == tokenizer.identity
-    except ConfigError:
-        return False
+    return _SENTENCEPIECE if name == _SENTENCEPIECE else "hugging face" if name else "clip"
 
 
 def _hugging_face_model(config: ModelDescription) -> str | None:
