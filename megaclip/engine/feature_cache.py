@@ -42,12 +42,10 @@ _COMPLETE = "cache.json"
 _NOT_SHARED = "--feature-cache {}: this host does not see the other hosts' files; use a folder that all hosts share"
 
 
-def cached_features(
-    engine: DeepSpeedEngine, inputs: Inputs, arguments: TrainArguments, batch_size: int
-) -> CachedFeatures:
+def cached_features(engine: DeepSpeedEngine, inputs: Inputs, arguments: TrainArguments) -> CachedFeatures:
     """Return the features of all training images, after encoding them if the cache does not have them.
 
-    Every rank calls it. batch_size: number of images that are encoded at a time, the run's micro-batch.
+    Every rank calls it.
 
     Raises:
         ConfigError: on every rank, if the folder is not shared by all hosts, cannot be written or has no space, or if
@@ -74,7 +72,7 @@ def cached_features(
     new = CachedFeatures(folder, len(inputs.train), dist.get_world_size(), width)
     found = gather_objects(_complete(folder, new))[0]
     if found is None:
-        _write(engine, inputs, arguments, batch_size, new, identity)
+        _write(engine, inputs, arguments, new, identity)
         found = new
     with raise_on_all_ranks():
         if not found.is_whole():
@@ -97,7 +95,6 @@ def _write(
     engine: DeepSpeedEngine,
     inputs: Inputs,
     arguments: TrainArguments,
-    batch_size: int,
     cache: CachedFeatures,
     identity: dict[str, Any],
 ) -> None:
@@ -132,7 +129,7 @@ def _write(
         inputs.train,
         inputs.train_transform,
         inputs.tokenizer,
-        batch_size=batch_size,
+        batch_size=engine.train_micro_batch_size_per_gpu(),
         rank=rank,
         world_size=cache.ranks,
         num_workers=arguments.workers,

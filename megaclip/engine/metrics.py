@@ -91,13 +91,7 @@ class Metrics:
     def __init__(
         self, folder: Path, length: RunLength, *, start_step: int, log_every: int, monitors: DeepSpeedMonitorConfig
     ) -> None:
-        """
-        Args:
-            folder: the run's folder; TensorBoard's files are written to its subfolder `tensorboard`.
-            start_step: number of steps that are already done.
-            log_every: period of log lines in steps.
-            monitors: sections of ds_config.json.
-        """
+        """start_step: number of steps that are already done. log_every: period of log lines in steps."""
         self._length = length
         self._log_every = log_every
         reports = group_rank() == 0
@@ -213,14 +207,10 @@ class Metrics:
         *,
         of_average: bool,
     ) -> None:
-        """Report an evaluation.
+        """Report an evaluation after `step` steps.
 
-        Args:
-            step: number of optimizer steps done.
-            scores: scalars by name.
-            pictures: (3, H, W) uint8 by name.
-            left_out: number of bad samples that the evaluation left out, by kind.
-            of_average: True if the moving average of the weights was evaluated.
+        pictures: (3, H, W) uint8. left_out: number of bad samples that the evaluation left out, by kind. of_average:
+        the moving average of the weights was evaluated.
         """
         if self._curves is None:
             return
@@ -257,13 +247,7 @@ class Curves:
     """
 
     def __init__(self, folder: Path, start_step: int, monitors: DeepSpeedMonitorConfig) -> None:
-        """
-        Args:
-            folder: folder of TensorBoard's files.
-            start_step: number of steps that are already done. TensorBoard hides what an earlier process wrote after
-                this step.
-            monitors: sections of ds_config.json.
-        """
+        """folder: of TensorBoard's files. start_step: TensorBoard hides what an earlier process wrote after this step."""
         self._tensorboard, self._monitors = f"TensorBoard's files in {folder}", "the monitors of ds_config.json"
         self._outputs: dict[str, Any] = {}
         """Those that can be written, by their names in the log."""

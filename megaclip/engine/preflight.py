@@ -253,12 +253,7 @@ def workload_of(arguments: TrainArguments, inputs: Inputs, world_size: int) -> W
 
 
 def this_machine(world_size: int, folder: Path) -> Cluster:
-    """Return the hosts of a run, which are assumed to be like this one.
-
-    Args:
-        world_size: ranks of the run.
-        folder: the folder of the step store. It may not exist yet.
-    """
+    """Return the hosts of a run, which are assumed to be like this one. folder: of the step store; it may not exist."""
     gpu = get_accelerator().device_name() == "cuda"
     on_host = min(world_size, torch.cuda.device_count()) if gpu else world_size
     on_host = min(world_size, ranks_of_this_node() or on_host)

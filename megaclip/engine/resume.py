@@ -83,14 +83,10 @@ def describe_run(
 def resume(trainer: Trainer, identity: dict[str, Any], checkpoints: Path) -> tuple[Path | None, str]:
     """Check every file of the checkpoint that --resume names, and load it into `trainer`, on every rank.
 
-    Args:
-        trainer: continues after the checkpoint's step. Its engine and its loss receive their states.
-        identity: `describe_run` of this run.
-        checkpoints: the folder of this run's checkpoints, where --resume auto searches.
+    Return the folder of the checkpoint, None if there is none to resume, and the identifier that the run's checkpoints
+    record: that of the checkpoint, or a new one.
 
-    Returns:
-        the folder of the checkpoint, None if there is none to resume, and the identifier that the run's checkpoints
-        record: that of the checkpoint, or a new one.
+    identity: `describe_run` of this run. checkpoints: the folder of its checkpoints, where --resume auto searches.
 
     Raises:
         CheckpointError, DataError: the checkpoint is missing, damaged or of another run (raised on every rank).

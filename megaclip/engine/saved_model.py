@@ -42,12 +42,8 @@ def load_saved_model(
 ) -> SavedModel:
     """Load a model for evaluation, after its files were checked. Every rank must call it.
 
-    Args:
-        source: as `search.locate_model` takes it.
-        tag: name of a checkpoint of the run, such as "step_00000100"; None selects the latest.
-        tokenizer: as `load_tokenizer` takes it; None selects the tokenizer of the model card. Another tokenizer than
-            the card's gives a warning.
-        ema: load the moving average of a run's weights.
+    source, tag, ema: as `search.locate_model` takes them. tokenizer: as `load_tokenizer` takes it; None selects the
+    tokenizer of the model card, and another one gives a warning.
 
     Raises:
         ConfigError: a tag or `ema` was given for an exported directory, the model card or tokenizer cannot be read, or

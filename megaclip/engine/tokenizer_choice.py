@@ -133,10 +133,7 @@ class TokenizerChoice:
 def choose_tokenizer(given: str | None, card: ModelCard | None, config: ModelDescription) -> TokenizerChoice:
     """Load the tokenizer; warn if `given` is not the tokenizer of `card`.
 
-    Args:
-        given: --tokenizer, as `load_tokenizer` takes it, or None.
-        card: model card of the weights, or None.
-        config: description of the model, which sets the context length.
+    given: --tokenizer, as `load_tokenizer` takes it. card: that of the weights. config: sets the context length.
 
     Raises:
         CheckpointError: the card's tokenizer is not beside it, and no other one is given.

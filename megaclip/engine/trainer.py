@@ -113,7 +113,7 @@ class Trainer:
             ConfigError, DataError: as `engine.feature_cache.cached_features` does.
         """
         if self.arguments.feature_cache is not None:
-            self.features = cached_features(self.engine, self.inputs, self.arguments, self.batch.micro_batch)
+            self.features = cached_features(self.engine, self.inputs, self.arguments)
 
     @contextmanager
     def open_data(self, folder: Path) -> Iterator[StepStore]:

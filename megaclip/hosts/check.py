@@ -67,12 +67,8 @@ class Report(BaseModel):
 def report(*, shared: Path | None, sign: str, min_free_gib: float, data: Sequence[str], ops: Sequence[str]) -> Report:
     """Return the report of this rank, without the network. All ranks call it at the same moment, to compare clocks.
 
-    Args:
-        shared: folder that all hosts should share. None: not checked.
-        sign: name of a file in it.
-        min_free_gib: GiB that must be free in it.
-        data: paths and patterns that should exist.
-        ops: DeepSpeed's ops that the run uses.
+    shared: folder that all hosts should share, with a file `sign`. data: paths and patterns that should exist. ops:
+    DeepSpeed's ops that the run uses.
     """
     local_rank = local_rank_from_environment()
     own = Report(host=socket.gethostname(), local_rank=local_rank, time_s=time.time())
@@ -156,12 +152,8 @@ def _matrix_product(device: torch.device) -> tuple[float, bool]:
 def measure(store: dist.Store, rank: int, world_size: int, others: list[int]) -> tuple[str, float | None]:
     """Exchange messages with the other ranks; every rank calls this function at the same time.
 
-    Args:
-        store: connects the ranks.
-        others: ranks whose rate to rank 0 is measured, one per host, the same on all ranks.
-
-    Returns:
-        The problem of this rank, "" without one, and its rate in MiB/s if it is one of `others`.
+    Return the problem of this rank, "" without one, and its rate to rank 0 in MiB/s if it is one of `others`, which are
+    the same on all ranks.
     """
     device = torch.device(get_accelerator().device_name(local_rank_from_environment()))
     try:

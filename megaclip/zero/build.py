@@ -57,12 +57,9 @@ def build_engine(
 ) -> DeepSpeedEngine:
     """Build the model (partitioned at ZeRO-3), load pretrained weights and start DeepSpeed's engine.
 
-    Every rank calls it with the same arguments, after the process group exists.
-
-    Args:
-        compiles: torch.compile runs the towers.
-        recomputes: compiled towers compute some activations again in the backward pass.
-        objective: its modules become part of the model.
+    Every rank calls it with the same arguments, after the process group exists. compiles: torch.compile runs the
+    towers. recomputes: they then compute some activations again in the backward pass. objective: its modules become
+    part of the model.
 
     Raises:
         ConfigError: DeepSpeed refuses the configuration or cannot run it on this machine.

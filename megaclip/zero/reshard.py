@@ -29,11 +29,7 @@ from megaclip.zero.parameters import is_partitioned
 def load_checkpoint(engine: DeepSpeedEngine, folder: Path) -> None:
     """Load parameters, optimizer state and step counters into `engine`, on every rank.
 
-    The optimizer's settings (weight decay, betas) stay the engine's own.
-
-    Args:
-        engine: a fresh engine, with any number of ranks and any ZeRO stage.
-        folder: folder of one checkpoint, RUN/checkpoints/step_N.
+    The optimizer's settings (weight decay, betas) stay the engine's own. folder: RUN/checkpoints/step_N.
 
     Raises:
         CheckpointError: on every rank, if the files cannot be read or do not contain the engine's parameters.

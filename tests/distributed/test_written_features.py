@@ -35,6 +35,9 @@ class Engine(torch.nn.Module):
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         return torch.float32, torch.float32
 
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return 4
+
     def forward(self, images: torch.Tensor, tokens: None) -> tuple[torch.Tensor, None]:
         self.calls += 1
         return images.flatten(1)[:, : MODEL.embed_dim], tokens
@@ -53,7 +56,7 @@ def encoded_batches(folder: Path, model: Any = MODEL) -> int:
         feature_cache=str(folder / "cache"), workers=0, max_bad_fraction=0, image_key=None, caption_key=None,
         image_root=None,
     )  # fmt: skip
-    feature_cache.cached_features(engine, inputs, arguments, 4)  # type: ignore[arg-type]
+    feature_cache.cached_features(engine, inputs, arguments)  # type: ignore[arg-type]
     return engine.calls
 
 
