@@ -247,7 +247,7 @@ class Curves:
     """
 
     def __init__(self, folder: Path, start_step: int, monitors: DeepSpeedMonitorConfig) -> None:
-        """folder: of TensorBoard's files. start_step: TensorBoard hides what an earlier process wrote after this step."""
+        """folder: of its files. start_step: TensorBoard hides what an earlier process wrote after this step."""
         self._tensorboard, self._monitors = f"TensorBoard's files in {folder}", "the monitors of ds_config.json"
         self._outputs: dict[str, Any] = {}
         """Those that can be written, by their names in the log."""
