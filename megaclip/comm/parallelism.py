@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -77,32 +78,18 @@ def _megatron_groups(size: int, world: Any) -> Parallelism:
             )
     else:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=size, create_gloo_process_groups=False)
-    return Parallelism(
-        data=resolve(parallel_state.get_data_parallel_group()),
-        tensor=resolve(parallel_state.get_tensor_model_parallel_group()),
-        mpu=_ModelParallelUnit(),
+    data = parallel_state.get_data_parallel_group()
+    # The names that DeepSpeed calls. It also looks for sequence and expert groups, which a run does not have.
+    mpu = SimpleNamespace(
+        get_data_parallel_rank=parallel_state.get_data_parallel_rank,
+        get_data_parallel_world_size=parallel_state.get_data_parallel_world_size,
+        get_data_parallel_group=parallel_state.get_data_parallel_group,
+        get_data_parallel_group_ranks=lambda: torch.distributed.get_process_group_ranks(data),
+        get_model_parallel_rank=parallel_state.get_tensor_model_parallel_rank,
+        get_model_parallel_world_size=parallel_state.get_tensor_model_parallel_world_size,
+        get_model_parallel_group=parallel_state.get_tensor_model_parallel_group,
+        get_tensor_model_parallel_rank=parallel_state.get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size=parallel_state.get_tensor_model_parallel_world_size,
+        get_tensor_model_parallel_group=parallel_state.get_tensor_model_parallel_group,
     )
-
-
-class _ModelParallelUnit:
-    """Megatron's `parallel_state` under the names that DeepSpeed calls.
-
-    DeepSpeed also looks for sequence and expert groups. A run has none, so those names are left out.
-    """
-
-    def __init__(self) -> None:
-        from megatron.core import parallel_state
-
-        self.get_data_parallel_rank = parallel_state.get_data_parallel_rank
-        self.get_data_parallel_world_size = parallel_state.get_data_parallel_world_size
-        self.get_data_parallel_group = parallel_state.get_data_parallel_group
-        self.get_model_parallel_rank = parallel_state.get_tensor_model_parallel_rank
-        self.get_model_parallel_world_size = parallel_state.get_tensor_model_parallel_world_size
-        self.get_model_parallel_group = parallel_state.get_tensor_model_parallel_group
-        self.get_tensor_model_parallel_rank = parallel_state.get_tensor_model_parallel_rank
-        self.get_tensor_model_parallel_world_size = parallel_state.get_tensor_model_parallel_world_size
-        self.get_tensor_model_parallel_group = parallel_state.get_tensor_model_parallel_group
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        """Return the global ranks of this rank's data-parallel group."""
-        return torch.distributed.get_process_group_ranks(self.get_data_parallel_group())
+    return Parallelism(data=resolve(data), tensor=resolve(parallel_state.get_tensor_model_parallel_group()), mpu=mpu)

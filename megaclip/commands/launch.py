@@ -8,9 +8,8 @@ ranks save. `megaclip show multi_node` describes when a run is not restarted.
 
 import argparse
 import os
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, TimeoutError  # a class of its own before Python 3.11
+from concurrent.futures import TimeoutError  # a class of its own before Python 3.11
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +29,7 @@ from megaclip.engine.process_group import usable_ranks
 from megaclip.errors import ConfigError, MegaclipError, first_line, nearest
 from megaclip.hosts.agent import Agent
 from megaclip.logging import get_logger
+from megaclip.threads import in_thread
 
 logger = get_logger(__name__)
 
@@ -107,17 +107,8 @@ def _connected(parameters: RendezvousParameters, limit_s: int) -> tuple[Any, Any
 
     Another program that uses the port may accept the connection and answer nothing. torch would wait for it forever.
     """
-    found: Future[tuple[Any, Any]] = Future()
-
-    def connect() -> None:
-        try:
-            found.set_result(create_backend(parameters))
-        except Exception as error:
-            found.set_exception(error)
-
-    threading.Thread(target=connect, daemon=True).start()
     try:
-        return found.result(limit_s)
+        return in_thread(lambda: create_backend(parameters), "rendezvous").result(limit_s)
     except TimeoutError:
         problem = f"no answer in {limit_s} s; another program may use the port, choose another one"
         raise RendezvousError(problem) from None

@@ -48,8 +48,8 @@ def run_folder(arguments: TrainArguments) -> Iterator[Path]:
 
     The first rank holds the lock on the folder until the context ends.
     """
-    folder, lock = Path(), None
-    try:
+    folder = Path()
+    with contextlib.ExitStack() as at_end:
         with refused_before_training(), report_write_errors():
             if dist.get_rank() == 0:
                 name = arguments.name or f"{Path(arguments.model).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -57,12 +57,10 @@ def run_folder(arguments: TrainArguments) -> Iterator[Path]:
                 checkpoints = folder / "checkpoints"
                 make_folders(checkpoints)
                 lock = RunLock(folder)
+                at_end.callback(lock.release)
                 lock.take()
                 require_own_folder(folder, arguments.resume)
         yield gather_objects(folder)[0]
-    finally:
-        if lock is not None:
-            lock.release()
 
 
 @contextlib.contextmanager

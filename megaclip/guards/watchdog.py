@@ -31,6 +31,7 @@ from torch.distributed import distributed_c10d
 
 from megaclip.data.workers import WORKER_TIMEOUT_S, kill_workers, set_worker_timeout, worker_stacks
 from megaclip.logging import get_logger
+from megaclip.threads import in_thread
 
 logger = get_logger(__name__)
 
@@ -199,18 +200,14 @@ class Watchdog:
         """
         if self._answer is not None and not self._answer.done():
             raise RuntimeError("the store has not answered the last question")
-        answer = self._answer = Future[Any]()
 
-        def ask() -> None:
-            try:
-                shared: Any = distributed_c10d._get_default_store()
-                store = shared.clone()
-                store.set_timeout(datetime.timedelta(seconds=_MISSED_HEARTBEATS * self._heartbeat_s))
-                answer.set_result(question(store))
-            except Exception as error:  # raised again below
-                answer.set_exception(error)
+        def ask() -> T:
+            shared: Any = distributed_c10d._get_default_store()
+            store = shared.clone()
+            store.set_timeout(datetime.timedelta(seconds=_MISSED_HEARTBEATS * self._heartbeat_s))
+            return question(store)
 
-        threading.Thread(target=ask, name="watchdog-store", daemon=True).start()
+        answer = self._answer = in_thread(ask, "watchdog-store")
         for _ in range(_MISSED_HEARTBEATS):  # a pause of this process, however long, ends only one of the waits
             with contextlib.suppress(TimeoutError):  # concurrent.futures' own class before Python 3.11
                 return answer.result(self._heartbeat_s)

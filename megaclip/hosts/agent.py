@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -27,6 +27,7 @@ from torch.distributed.elastic.utils.store import barrier
 
 from megaclip.errors import REFUSED_EXIT_CODE, STOP_SIGNALS
 from megaclip.logging import format_count, get_logger
+from megaclip.threads import in_thread
 
 logger = get_logger(__name__)
 
@@ -192,11 +193,10 @@ class Agent(LocalElasticAgent):
 
     def _watch(self) -> None:
         """Look at the heartbeats once per second. A thread, because the main thread may wait for a lost store."""
-        with ThreadPoolExecutor(1) as pool:
-            while not self._ended.wait(1.0):
-                look = pool.submit(self._look)
-                if not wait([look], self._silence_s).done or look.exception() is not None:
-                    self._start_anew()
+        while not self._ended.wait(1.0):
+            look = in_thread(self._look, "heartbeats-store")
+            if not wait([look], self._silence_s).done or look.exception() is not None:
+                self._start_anew()
 
     def _look(self) -> None:
         """Count for how long each host is silent. Time in which this process is suspended does not count."""

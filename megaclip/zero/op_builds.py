@@ -19,6 +19,7 @@ from typing import Any
 import deepspeed.ops
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.git_version_info import installed_ops
 from deepspeed.ops import op_builder
 from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder, OpBuilder
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
@@ -84,8 +85,6 @@ def op_builds_root() -> Path:
 
 def is_built(name: str) -> bool:
     """Return whether an op is compiled in PyTorch's folder, or was installed with DeepSpeed."""
-    from deepspeed.git_version_info import installed_ops
-
     return bool(installed_ops.get(name)) or any(op_builds_root().glob(f"**/{name}/{name}*.so"))
 
 
@@ -94,8 +93,6 @@ def require_build_folder(names: list[str]) -> None:
 
     names: names of the ops. Those that were installed with DeepSpeed need no folder.
     """
-    from deepspeed.git_version_info import installed_ops
-
     if all(installed_ops.get(name) for name in names):
         return
     folder = op_builds_root()

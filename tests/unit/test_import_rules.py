@@ -16,7 +16,7 @@ PACKAGE = REPOSITORY / "megaclip"
 
 DOOR = {"zero.op_builds", "zero.parameters", "zero.settings", "zero.versions"}
 """Modules of `zero` that every package may import. They import nothing else of `zero`."""
-FOUNDATION = {"devices", "environment", "errors", "files", "logging", "open_clip_package"} | DOOR
+FOUNDATION = {"devices", "environment", "errors", "files", "logging", "open_clip_package", "threads"} | DOOR
 ENGINE = FOUNDATION | {"config", "ops", "comm", "data", "losses", "models", "checkpoint", "evaluation"}
 ENGINE |= {"cache", "planner", "hosts", "guards", "objectives", "zero", "step"}
 MAY_IMPORT = {
@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "files": set(),
     "logging": set(),
     "open_clip_package": {"errors"},
+    "threads": set(),
     **{module: {"errors", "logging"} for module in DOOR},
     "ops": FOUNDATION,
     "comm": FOUNDATION,

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from megaclip import threads
 from megaclip.data import workers
 from megaclip.guards import watchdog
 
@@ -115,7 +116,7 @@ def test_stacks_name_shards_in_any_encoding(tmp_path):
     assert "a\\udcff.tar" in watchdog.write_stacks(tmp_path, 0, "last row: a\udcff.tar").read_text()
 
 
-class PausedFuture(watchdog.Future):
+class PausedFuture(threads.Future):
     """Future that simulates a pause of this process in the first wait for a result.
 
     The time-out has passed, and the result is not available yet.
@@ -132,7 +133,7 @@ class PausedFuture(watchdog.Future):
 
 def test_a_store_that_answers_is_recognised_although_this_process_was_paused(without_ranks, monkeypatch):
     monkeypatch.setattr(watchdog.distributed_c10d, "_get_default_store", torch.distributed.HashStore)
-    monkeypatch.setattr(watchdog, "Future", PausedFuture)
+    monkeypatch.setattr(threads, "Future", PausedFuture)
     assert watchdog.Watchdog(Path("nowhere"), 1.0)._ask(lambda store: "an answer") == "an answer"
 
 
