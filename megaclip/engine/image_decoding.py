@@ -39,12 +39,10 @@ class ImageDecoding:
 
     def use_gpu(self) -> None:
         """Decode JPEG files on the GPU. Raises ConfigError, on every rank, if a rank cannot."""
-        try:
-            with raise_on_all_ranks():
-                self.gpu = open_gpu_decoder(self._device, self._transform.interpolation)
-        except ConfigError:
-            self.gpu = None  # of a rank that could
-            raise
+        decoder = None
+        with raise_on_all_ranks():
+            decoder = open_gpu_decoder(self._device, self._transform.interpolation)
+        self.gpu = decoder
 
     def step_done(self, store: StepStore, waited_s: float, step_s: float) -> bool:
         """Return True if later steps of `store` have another decoder. Called after each step.

@@ -20,6 +20,7 @@ from megaclip.config import TrainArguments, parse_arguments
 from megaclip.data import check_batch
 from megaclip.engine.checkpoints import Checkpoints
 from megaclip.engine.equal_inputs import require_equal_inputs
+from megaclip.engine.feature_cache import cached_features
 from megaclip.engine.inputs import Inputs, read_inputs
 from megaclip.engine.metrics import Metrics
 from megaclip.engine.preflight import check_fit, report_peak
@@ -98,7 +99,8 @@ def train(arguments: TrainArguments) -> int:
             logger.info("nothing left to train: %s has all %d steps", source, run.last_step)
             return 0
         with refused_before_training():
-            run.trainer.encode_images_once()
+            if arguments.feature_cache is not None:
+                run.trainer.features = cached_features(run.trainer.engine, inputs, arguments)
         stop_signal = run.train_to_end()
         report_peak(run.trainer.memory_plan)
         if stop_signal is None:

@@ -22,7 +22,6 @@ from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import TrainArguments
 from megaclip.data import TrainLoader, normalised_pixels, slots_ahead
 from megaclip.data.feature_cache import CachedFeatures
-from megaclip.engine.feature_cache import cached_features
 from megaclip.engine.image_decoding import ImageDecoding
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.metrics import Metrics, StepMetrics
@@ -81,7 +80,7 @@ class Trainer:
         self.step_s = 0.0
         """Seconds of the last step."""
         self.features: CachedFeatures | None = None
-        """Image features that replace the training images, after `encode_images_once`."""
+        """Image features that replace the training images, with --feature-cache."""
         self.step = 0
         """Number of optimizer steps done."""
         self._steps_here = 0
@@ -105,15 +104,6 @@ class Trainer:
     def _admit_scale(self, log_scale_max: float = 0.0) -> None:
         if not self.config.megaclip.is_global:  # these losses have bounds of their own
             self.logit_scale.admit(log_scale_max, raises_maximum=self._keeps_scale)
-
-    def encode_images_once(self) -> None:
-        """With --feature-cache, encode the training images, or find their features. Every rank calls it.
-
-        Raises:
-            ConfigError, DataError: as `engine.feature_cache.cached_features` does.
-        """
-        if self.arguments.feature_cache is not None:
-            self.features = cached_features(self.engine, self.inputs, self.arguments)
 
     @contextmanager
     def open_data(self, folder: Path) -> Iterator[StepStore]:
