@@ -20,35 +20,30 @@ from megaclip.evaluation.items import ItemSet
 from megaclip.evaluation.suite import TaskData
 from megaclip.objectives.registry import objective_identity
 
-_PATHS = {
-    "deepspeed_config",
-    "model",
-    "train_data",
+_LOCAL = {
+    "set",
+    "name",
+    "workers",
     "image_root",
-    "val_data",
-    "zeroshot_data",
-    "suite",
-    "tokenizer",
-    "pretrained",
-    "pretrained_image",
-    "pretrained_text",
     "data_offload_dir",
-    "feature_cache",
     "shard_cache",
+    "shard_cache_gb",
     "logs",
-    "resume",
+    "local_rank",
+    "debug_traceback",
 }
-"""Flags with paths, which may differ between hosts. Content that must be equal is compared instead."""
+"""Flags that may differ between ranks. Only the first rank's --name is used. ds_config.json is compared with --set."""
 _WEIGHTS = ("pretrained", "pretrained_image", "pretrained_text")
 _SAMPLES, _SAMPLE_BYTES = 64, 2**16
 """Parts of a file of weights that are compared. Weights of another training differ in all of them."""
-_PER_RANK = {"set", "name", "workers", "shard_cache_gb", "local_rank", "debug_traceback"}
-"""Other flags that may differ. Only the first rank's --name is used. ds_config.json is compared with --set."""
 
 
 def require_equal_inputs(arguments: TrainArguments, inputs: Inputs) -> None:
-    """Raise ConfigError, on every rank, unless all ranks have the same settings and data. Every rank must call it."""
-    flags = arguments.model_dump(mode="json", exclude=_PATHS | _PER_RANK)
+    """Raise ConfigError, on every rank, unless all ranks have the same settings and data. Every rank must call it.
+
+    Paths may differ between hosts. The content that must be equal is compared instead.
+    """
+    flags = arguments.model_dump(mode="json", exclude=_LOCAL | {"deepspeed_config"})
     require_equal(
         {
             "--deepspeed_config": f"settings with {_checksum(inputs.config.deepspeed)}",
