@@ -377,17 +377,14 @@ class _EncodedChunks:
     def resume(self, chunk: int) -> None: ...
 
 
-def _random_state() -> tuple[Tensor, Tensor | None]:
-    """Return the states of PyTorch's generators on the CPU and on the current accelerator."""
+def _random_state() -> tuple[Tensor, Tensor]:
+    """Return the states of PyTorch's generators on the CPU and on the current accelerator, which may be the CPU."""
     accelerator: Any = get_accelerator()
-    on_cpu = accelerator.device_name() == "cpu"
-    return torch.get_rng_state(), None if on_cpu else accelerator.get_rng_state()
+    return torch.get_rng_state(), accelerator.get_rng_state()
 
 
-def _set_random_state(state: tuple[Tensor, Tensor | None]) -> None:
+def _set_random_state(state: tuple[Tensor, Tensor]) -> None:
     """Set both generators to a state of `_random_state`."""
-    cpu, device = state
-    torch.set_rng_state(cpu)
-    if device is not None:
-        accelerator: Any = get_accelerator()
-        accelerator.set_rng_state(device)
+    accelerator: Any = get_accelerator()
+    torch.set_rng_state(state[0])
+    accelerator.set_rng_state(state[1])

@@ -5,6 +5,7 @@ then on the free memory, less a margin, decides. If the fourth step takes longer
 graphs are kept. All ranks keep equally many graphs, because the passes of FSDP2 and ZeRO-3 communicate.
 """
 
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -65,14 +66,9 @@ class GraphBudget:
         if self._steps == MEASURED_STEPS + 1:
             free, total = free_at_peak()
             self._budget = free - MEASURED_MARGIN * total
-        kept, left = 0, self._budget
-        for encoder, sizes in enumerate(elements):
-            for size in sizes:
-                left -= _SPREAD * size * self._bytes_per_element.get(encoder, 0.0)
-                if left < 0:
-                    return kept
-                kept += 1
-        return kept
+        per_element = [self._bytes_per_element.get(encoder, 0.0) for encoder in range(len(elements))]
+        sizes = (_SPREAD * size * each for each, own in zip(per_element, elements, strict=True) for size in own)
+        return sum(total <= self._budget for total in itertools.accumulate(sizes))
 
     @property
     def _is_timed(self) -> bool:

@@ -253,21 +253,17 @@ class FastClipLoss(BatchLoss):
             return
         step.is_checked = True
         self._pending = None
-        with raise_on_all_ranks(group=self.state.ranks):
-            self._check_finite(step)
-        self._pending = step
-
-    def _check_finite(self, step: Step) -> None:
-        """Raise NonFiniteError if an estimate or a gradient of a temperature of this rank is infinite or NaN."""
         finite = step.log_u.isfinite().all() & step.d_loss.isfinite()
         gradient = step.temperature_gradient if self.individual else step.scale_gradient
         if gradient is not None:
             finite = finite & gradient.isfinite().all().to(finite.device)
-        if not finite:
-            raise NonFiniteError(
-                "an estimate u or the gradient of a temperature is infinite or NaN; step() has changed nothing: skip "
-                "this step, and check the features and the loss scale"
-            )
+        with raise_on_all_ranks(group=self.state.ranks):
+            if not finite:
+                raise NonFiniteError(
+                    "an estimate u or the gradient of a temperature is infinite or NaN; step() has changed nothing: "
+                    "skip this step, and check the features and the loss scale"
+                )
+        self._pending = step
 
     @property
     def log_scale(self) -> Tensor:

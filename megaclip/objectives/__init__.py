@@ -4,7 +4,7 @@ An objective is a subclass of `Objective`. `megaclip.objective` of ds_config.jso
 or the user's own file and class. docs/objectives.md shows how to write one.
 
 - `base`: the interface. `Objective` is the base class, `Chunk` and `WholeBatch` are what its methods receive.
-- `distillation`: teachers' similarities and features. `teacher`: a frozen model as a teacher.
+- `distillation`: teachers' similarities and features.
 - `caption`: the caption loss of CoCa, the objective of every model with a caption decoder.
 - `registry`: finds the class that the settings name, and constructs the objective.
 """

@@ -20,12 +20,17 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
+from megaclip.checkpoint.manifest import require_whole
+from megaclip.checkpoint.model_card import read_model_card
+from megaclip.checkpoint.open_clip_weights import pretrained_weights
 from megaclip.data.fields import CROP
 from megaclip.data.fields import Field as SampleField
 from megaclip.errors import ConfigError
 from megaclip.losses.distillation import DistillationLoss
+from megaclip.models.build import build_model
+from megaclip.models.text import is_cut_exact
+from megaclip.models.weights import copy_weights
 from megaclip.objectives.base import Chunk, Objective, WholeBatch
-from megaclip.objectives.teacher import TeacherModel
 
 if TYPE_CHECKING:
     from megaclip.checkpoint.model_card import ModelCard
@@ -77,6 +82,53 @@ class Teacher(BaseModel):
             "image": SampleField(self.image, size, one_of="views" if self.views else ""),
             "text": SampleField(self.text, size, one_of="captions" if self.captions else ""),
         }
+
+
+class TeacherModel:
+    """A frozen model from a directory with a model card. It receives the student's images and tokens.
+
+    Images are normalised and, if the models have images of different sizes, resized for the teacher. It is no part of
+    the student: it has no optimizer states and is not saved. Every rank holds it whole.
+    """
+
+    def __init__(self, directory: Path, transform: "ImageTransform", pad_id: int) -> None:
+        """transform: image preprocessing of the student. pad_id: padding of the tokens. Raises ConfigError,
+        CheckpointError."""
+        if not directory.is_dir():
+            raise ConfigError(f"megaclip.objective_settings.teachers: {str(directory)!r} is not a directory of a model")
+        self.card, self._pad_id = read_model_card(directory), pad_id
+        teacher = self.card.pixel_settings
+        pixels = (transform.mean, transform.std, teacher["mean"], teacher["std"])
+        self._pixels = [torch.tensor(values).view(3, 1, 1) for values in pixels]
+        self.embed_dim = self.card.config.embed_dim
+
+    def load(self) -> None:
+        """Load the weights."""
+        self._model = build_model(self.card.config).eval().requires_grad_(False)
+        require_whole(self.card.directory)
+        copy_weights(self._model, pretrained_weights(self._model, self.card.directory))
+        self.logit_scale = self._model.logit_scale.exp().item()
+
+    @torch.no_grad()
+    def encode(self, tower: str, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return features (m, E) of unit length, computed in `dtype`.
+
+        inputs: the student's images (m, 3, H, W) or tokens (m, L).
+        """
+        self._model.to(inputs.device, dtype)
+        if tower == "image":
+            return self._model(self._normalised(inputs))[0]
+        text = self.card.config.text_cfg
+        missing = 0 if is_cut_exact(text) else text.context_length - inputs.shape[1]
+        return self._model(None, F.pad(inputs, (0, missing), value=self._pad_id))[1]
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        """Return the student's images with the teacher's mean, deviation and size."""
+        mean, std, own_mean, own_std = (values.to(images.device, images.dtype) for values in self._pixels)
+        size = self.card.config.vision_cfg.image_size
+        if size != images.shape[-1]:
+            images = F.interpolate(images.float(), (size, size), mode="bicubic", antialias=True).to(images.dtype)
+        return (images * std + mean - own_mean) / own_std
 
 
 class Settings(BaseModel):
@@ -156,14 +208,16 @@ class Distillation(Objective):
         return teacher.dims or (self._models[number].embed_dim,)
 
     def chunk_features(self, chunk: Chunk) -> dict[str, Tensor]:
-        """Return the features of the models, the first time that a chunk is encoded."""
-        found = {}
-        for number, teacher in self._models.items():
-            images, texts = (chunk.images, chunk.image_features), (chunk.tokens, chunk.text_features)
-            for tower, (inputs, own) in zip(TOWERS, (images, texts), strict=True):
-                if inputs is not None and own is not None and (not chunk.is_repeated or self.settings.feature_weight):
-                    found[f"{tower}_{number}"] = teacher.encode(tower, inputs, own.dtype)
-        return found
+        """Return the features of the models. Only feature distillation uses them when a chunk is encoded again."""
+        if chunk.is_repeated and not self.settings.feature_weight:
+            return {}
+        inputs = {"image": (chunk.images, chunk.image_features), "text": (chunk.tokens, chunk.text_features)}
+        return {
+            f"{tower}_{number}": teacher.encode(tower, given, own.dtype)
+            for number, teacher in self._models.items()
+            for tower, (given, own) in inputs.items()
+            if given is not None and own is not None
+        }
 
     def chunk_terms(self, chunk: Chunk) -> dict[str, Tensor]:
         """Return the sum of the distances of features over the samples, the mean over towers and teachers."""
@@ -180,13 +234,12 @@ class Distillation(Objective):
 
     def _distance(self, own: Tensor, target: Tensor) -> Tensor:
         """Return the distance of each row of (m, E) features, (m,)."""
-        own, target = (F.normalize(each.to(torch.promote_types(each.dtype, torch.float32))) for each in (own, target))
+        own, target = _unit(own), _unit(target)
         return 1 - (own * target).sum(1) if self.settings.feature_loss == "cosine" else (own - target).square().mean(1)
 
     def _parts(self, features: Tensor, number: int) -> list[Tensor]:
         """Return the features of each teacher of (m, E) stored ones, of unit length."""
-        wide = features.to(torch.promote_types(features.dtype, torch.float32))
-        return [F.normalize(part) for part in wide.split(self._dims(number), dim=1)]
+        return [_unit(part) for part in features.split(self._dims(number), dim=1)]
 
     def batch_terms(self, batch: WholeBatch) -> dict[str, Tensor]:
         """Return the term "distillation"."""
@@ -197,3 +250,8 @@ class Distillation(Objective):
             parts = (self._parts(targets[f"{tower}_{number}"].detach(), number) for tower in TOWERS)
             losses += [self._loss(*student, image, text, scale) for image, text in zip(*parts, strict=True)]
         return {"distillation": torch.stack(losses).mean()} if losses else {}
+
+
+def _unit(features: Tensor) -> Tensor:
+    """Return features (m, E) of unit length, in float32 or higher precision."""
+    return F.normalize(features.to(torch.promote_types(features.dtype, torch.float32)))

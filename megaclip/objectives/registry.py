@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megaclip.data.fields import Field
-from megaclip.errors import ConfigError, closest, config_error, first_line
+from megaclip.errors import ConfigError, config_error, first_line
 from megaclip.objectives.base import Objective
 from megaclip.objectives.distillation import Distillation
 
@@ -71,9 +71,7 @@ def _own_class(name: str) -> type[Objective]:
     file, separator, class_name = name.rpartition(":")
     if not separator or not file.endswith(".py"):
         known = ", ".join(sorted(OBJECTIVES))
-        nearest = closest(name, set(OBJECTIVES), cutoff=0.6)
-        hint = f"; did you mean {nearest!r}?" if nearest else ""
-        raise ConfigError(f"megaclip.objective {name!r} is not known; use {known}, or FILE.py:CLASS of your own{hint}")
+        raise ConfigError(f"megaclip.objective {name!r} is not known; use {known}, or FILE.py:CLASS of your own")
     path = Path(file)
     if not path.is_file():
         raise ConfigError(

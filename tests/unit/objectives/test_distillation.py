@@ -9,8 +9,7 @@ from megaclip.data import ImageTransform
 from megaclip.errors import ConfigError
 from megaclip.models import ModelConfig, build_model
 from megaclip.objectives.base import Chunk
-from megaclip.objectives.distillation import Distillation
-from megaclip.objectives.teacher import TeacherModel
+from megaclip.objectives.distillation import Distillation, TeacherModel
 
 CONFIG = ModelConfig.from_dict(
     {
