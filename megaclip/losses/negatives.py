@@ -23,127 +23,103 @@ from megaclip.losses.segments import segment_sums
 from megaclip.losses.sums import LossInputs
 from megaclip.losses.way import Way
 from megaclip.ops.rows import paired_products
-from megaclip.ops.types import NO_NEGATIVE, Ids, Limits, Terms, accumulation_dtype
+from megaclip.ops.types import NO_NEGATIVE, Limits, Terms, accumulation_dtype
 
 
-def log_sum_exp(inputs: LossInputs, alpha: Tensor, way: Way, limits: Limits | None = None) -> tuple[Tensor, Tensor]:
-    """Return the log-sum-exp over the negatives of each row (b,), and the shifts of `softmax_gradients`.
+class Negatives:
+    """The negatives of one call of a loss, (e, D) on this rank. limits: as in `distributed_stats`; of rows only."""
 
-    limits: largest similarities of the rows, the first of the two.
-    """
-    x = inputs.x
-    if not _count(inputs, way):
-        return alpha.new_full((len(x),), -math.inf), alpha
-    if inputs.negative_rows is None:
-        columns, ids = _columns(inputs, way)
-        options: dict[str, Any] = {"ids": ids, "limits": _without_columns(limits, columns), "positives": False}
-        row_lse, col_lse = distributed_stats(x, columns, alpha, alpha, way=way, **options)
-        return row_lse, col_lse.masked_fill(col_lse == -math.inf, 0.0)
-    rows, similarities = inputs.negative_rows, _own_similarities(inputs, limits)
-    logits = _left_out(alpha * similarities, inputs)
-    top = alpha.new_full((len(x),), -math.inf).scatter_reduce(0, rows, logits, "amax")
-    top = top.masked_fill(top == -math.inf, 0.0)
-    return top + _per_row(torch.exp(logits - top[rows])[:, None], inputs)[:, 0].log(), alpha
+    _shift: Tensor
+    """Log-sum-exp of the columns."""
 
+    def __init__(self, inputs: LossInputs, way: Way, limits: Limits | None = None) -> None:
+        assert inputs.negatives is not None, "the loss has negatives"
+        self._inputs, self._x, self._own, self._way = inputs, inputs.x, inputs.negatives, way
+        self._limit = None if limits is None else limits[0]
+        self._is_empty = not (way.negatives if inputs.negative_rows is None else len(inputs.negatives))
 
-def softmax_gradients(
-    inputs: LossInputs,
-    alpha: Tensor,
-    row_shift: Tensor,
-    row_weight: Tensor,
-    shift: Tensor,
-    way: Way,
-    limits: Limits | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return what the negatives add to dx (b, D), and their gradients (e, D), without factor alpha.
+    def log_sum_exp(self, alpha: Tensor) -> Tensor:
+        """Return the log-sum-exp over the negatives of each row (b,)."""
+        rows, nothing = self._inputs.negative_rows, alpha.new_full((len(self._x),), -math.inf)
+        if self._is_empty:
+            return nothing
+        if rows is None:
+            columns, options = self._columns()
+            row_lse, col_lse = distributed_stats(self._x, columns, alpha, alpha, way=self._way, **options)
+            self._shift = col_lse.masked_fill(col_lse == -math.inf, 0.0)
+            return row_lse
+        logits = self._left_out(alpha * self._similarities(rows), rows)
+        top = nothing.scatter_reduce(0, rows, logits, "amax")
+        top = top.masked_fill(top == -math.inf, 0.0)
+        return top + self._per_row(torch.exp(logits - top[rows])[:, None], rows)[:, 0].log()
 
-    row_shift, row_weight: those of the rows, as in `distributed_grads`. shift: from `log_sum_exp`, limits: as there.
-    """
-    x, negatives = inputs.x, inputs.negatives
-    assert negatives is not None
-    if not _count(inputs, way):
-        return alpha.new_zeros(x.shape), alpha.new_zeros(negatives.shape)
-    if inputs.negative_rows is None:
-        columns, ids = _columns(inputs, way)
-        # The shift keeps the exponentials of the columns finite, although their weight is 0.
-        row, col = Terms(alpha, row_shift, row_weight), Terms(alpha, shift, torch.zeros_like(alpha))
-        options: dict[str, Any] = {"ids": ids, "limits": _without_columns(limits, columns), "positives": False}
-        found = distributed_grads(x, columns, row, col, way=way, **options)
-        return found.dx, found.dy[len(columns) - len(negatives) :]
-    rows = inputs.negative_rows
-    logits = _left_out(alpha * _own_similarities(inputs, limits), inputs)
-    weights = row_weight.expand(len(x))[rows] * torch.exp(logits - row_shift[rows])
-    return _products(inputs, weights)
+    def softmax_gradients(self, alpha: Tensor, row_shift: Tensor, row_weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the negatives add to dx (b, D), and their gradients (e, D), without factor alpha.
 
+        row_shift, row_weight: those of the rows, as in `distributed_grads`. Call `log_sum_exp` first.
+        """
+        rows = self._inputs.negative_rows
+        if self._is_empty:
+            return alpha.new_zeros(self._x.shape), alpha.new_zeros(self._own.shape)
+        if rows is None:
+            columns, options = self._columns()
+            # The shift keeps the exponentials of the columns finite, although their weight is 0.
+            row, col = Terms(alpha, row_shift, row_weight), Terms(alpha, self._shift, torch.zeros_like(alpha))
+            found = distributed_grads(self._x, columns, row, col, way=self._way, **options)
+            return found.dx, found.dy[len(columns) - len(self._own) :]
+        logits = self._left_out(alpha * self._similarities(rows), rows)
+        return self._products(row_weight.expand(len(self._x))[rows] * torch.exp(logits - row_shift[rows]), rows)
 
-def sigmoid_sums(inputs: LossInputs, alpha: Tensor, beta: Tensor, way: Way) -> BatchSigmoid:
-    """Return what the negatives add to the sums of the sigmoid loss; `dy` is the gradient of the negatives (e, D)."""
-    x, negatives = inputs.x, inputs.negatives
-    assert negatives is not None
-    if not _count(inputs, way):
-        zeros = (alpha.new_zeros(len(x)) for _ in range(3))
-        return BatchSigmoid(next(zeros), alpha.new_zeros(x.shape), alpha.new_zeros(negatives.shape), *zeros)
-    if inputs.negative_rows is None:
-        columns, ids = _columns(inputs, way)
-        found = distributed_sigmoid(x, columns, alpha, beta, way=way, ids=ids, positives=False)
-        return found._replace(dy=found.dy[len(columns) - len(negatives) :])
-    similarities = _own_similarities(inputs)
-    logits = _left_out(alpha * similarities + beta, inputs)
-    weights = torch.sigmoid(logits)
-    terms = torch.stack((F.softplus(logits, threshold=50), weights * similarities, weights), dim=1)
-    row_loss, row_dot, row_sum = _per_row(terms, inputs).unbind(1)
-    dx, d_negatives = _products(inputs, weights)
-    return BatchSigmoid(row_loss, dx, d_negatives, row_dot, row_sum)
+    def sigmoid_sums(self, alpha: Tensor, beta: Tensor) -> BatchSigmoid:
+        """Return what the negatives add to the sums of the sigmoid loss; `dy` is their own gradient (e, D)."""
+        rows = self._inputs.negative_rows
+        if self._is_empty:
+            zeros = (alpha.new_zeros(len(self._x)) for _ in range(3))
+            return BatchSigmoid(next(zeros), alpha.new_zeros(self._x.shape), alpha.new_zeros(self._own.shape), *zeros)
+        if rows is None:
+            columns, options = self._columns()
+            found = distributed_sigmoid(
+                self._x, columns, alpha, beta, way=self._way, ids=options["ids"], positives=False
+            )
+            return found._replace(dy=found.dy[len(columns) - len(self._own) :])
+        similarities = self._similarities(rows)
+        logits = self._left_out(alpha * similarities + beta, rows)
+        weights = torch.sigmoid(logits)
+        terms = torch.stack((F.softplus(logits, threshold=50), weights * similarities, weights), dim=1)
+        row_loss, row_dot, row_sum = self._per_row(terms, rows).unbind(1)
+        dx, d_negatives = self._products(weights, rows)
+        return BatchSigmoid(row_loss, dx, d_negatives, row_dot, row_sum)
 
+    def _columns(self) -> tuple[Tensor, dict[str, Any]]:
+        """Return the negatives after padding to the number of all ranks, and the options of their tiles."""
+        rows, ids = self._inputs.ids, self._inputs.negative_ids
+        if ids is None or rows is None:  # ids that are never equal
+            rows = torch.zeros(len(self._x), dtype=torch.int64, device=self._own.device)
+            ids = rows.new_ones(len(self._own))
+        missing = self._way.negatives - len(self._own)
+        columns, ids = F.pad(self._own, (0, 0, missing, 0)), F.pad(ids, (missing, 0), value=NO_NEGATIVE)
+        limit = self._limit
+        limits = None if limit is None else (limit, limit.new_full((len(columns),), math.inf))
+        return columns, {"ids": (rows, ids), "limits": limits, "positives": False}
 
-def _count(inputs: LossInputs, way: Way) -> int:
-    """Return the number of columns that this rank sends, or of its own negatives if they belong to one row each."""
-    assert inputs.negatives is not None
-    return way.negatives if inputs.negative_rows is None else len(inputs.negatives)
+    def _similarities(self, rows: Tensor) -> Tensor:
+        """Return the products (e,) of negatives that belong to one row each with their rows; -inf above the limits."""
+        products, limit = paired_products(self._x[rows], self._own), self._limit
+        return products if limit is None else products.masked_fill(products > limit[rows], -math.inf)
 
+    def _left_out(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """Return the logits (e,) of such negatives, with -inf where the ids of negative and row are equal."""
+        ids, own = self._inputs.ids, self._inputs.negative_ids
+        if ids is None or own is None:
+            return logits
+        return logits.masked_fill((own == ids[rows]) | (own == NO_NEGATIVE), -math.inf)
 
-def _columns(inputs: LossInputs, way: Way) -> tuple[Tensor, Ids]:
-    """Return the negatives after padding to the number of all ranks, and the ids of the rows and of these columns."""
-    negatives, ids = inputs.negatives, inputs.negative_ids
-    assert negatives is not None
-    rows = inputs.ids
-    if ids is None or rows is None:  # ids that are never equal
-        rows = torch.zeros(len(inputs.x), dtype=torch.int64, device=negatives.device)
-        ids = rows.new_ones(len(negatives))
-    missing = way.negatives - len(negatives)
-    return F.pad(negatives, (0, 0, missing, 0)), (rows, F.pad(ids, (missing, 0), value=NO_NEGATIVE))
+    def _per_row(self, values: Tensor, rows: Tensor) -> Tensor:
+        """Return the sums (b, k) of values (e, k) of the negatives over each row."""
+        return segment_sums((values,), rows, torch.arange(len(self._x), device=values.device))[0]
 
-
-def _without_columns(limits: Limits | None, columns: Tensor) -> Limits | None:
-    """Return the limits of the rows, and none of the columns."""
-    return None if limits is None else (limits[0], limits[0].new_full((len(columns),), math.inf))
-
-
-def _own_similarities(inputs: LossInputs, limits: Limits | None = None) -> Tensor:
-    """Return the products (e,) of negatives that belong to one row each with their rows; -inf above the limits."""
-    assert inputs.negatives is not None and inputs.negative_rows is not None
-    products = paired_products(inputs.x[inputs.negative_rows], inputs.negatives)
-    return products if limits is None else products.masked_fill(products > limits[0][inputs.negative_rows], -math.inf)
-
-
-def _left_out(logits: Tensor, inputs: LossInputs) -> Tensor:
-    """Return the logits (e,) of such negatives, with -inf where the ids of negative and row are equal."""
-    rows, ids = inputs.negative_rows, inputs.negative_ids
-    if ids is None or inputs.ids is None or rows is None:
-        return logits
-    return logits.masked_fill((ids == inputs.ids[rows]) | (ids == NO_NEGATIVE), -math.inf)
-
-
-def _per_row(values: Tensor, inputs: LossInputs) -> Tensor:
-    """Return the sums (b, k) of values (e, k) of the negatives over each row."""
-    assert inputs.negative_rows is not None
-    rows = torch.arange(len(inputs.x), device=values.device)
-    return segment_sums((values,), inputs.negative_rows, rows)[0]
-
-
-def _products(inputs: LossInputs, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x (b, D) and of the negatives (e, D), of products with these weights (e,)."""
-    assert inputs.negatives is not None and inputs.negative_rows is not None
-    dtype = accumulation_dtype(inputs.x)
-    dx = _per_row(weights[:, None] * inputs.negatives.to(dtype), inputs)
-    return dx, weights[:, None] * inputs.x[inputs.negative_rows].to(dtype)
+    def _products(self, weights: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x (b, D) and of the negatives (e, D), of products with these weights (e,)."""
+        dtype = accumulation_dtype(self._x)
+        dx = self._per_row(weights[:, None] * self._own.to(dtype), rows)
+        return dx, weights[:, None] * self._x[rows].to(dtype)

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.comm.groups import RankGroup
 from megaclip.errors import DataError
-from megaclip.losses import negatives
 from megaclip.losses.batch_loss import SummedLoss, working_scalar
 from megaclip.losses.compiled_operation import register_loss
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.distributed_tiles import distributed_sigmoid
+from megaclip.losses.negatives import Negatives
 from megaclip.losses.segments import sums_of_equal_ids
 from megaclip.losses.sums import LossAndSums, LossInputs
 from megaclip.losses.way import Way
@@ -51,7 +51,7 @@ class SigLipLoss(SummedLoss):
         row_loss, dx, dy, row_dot, row_sum = distributed_sigmoid(x, y, alpha, beta, way=way, ids=masked)
         d_negatives = alpha.new_empty(0)
         if inputs.negatives is not None:
-            more = negatives.sigmoid_sums(inputs, alpha, beta, way)
+            more = Negatives(inputs, way).sigmoid_sums(alpha, beta)
             d_negatives = more.dy
             dx, row_loss = dx + more.dx, row_loss + more.row_loss
             row_dot, row_sum = row_dot + more.row_dot, row_sum + more.row_sum
