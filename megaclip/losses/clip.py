@@ -32,7 +32,7 @@ from megaclip.comm.collectives import sum_over_ranks
 from megaclip.losses.batch_loss import SummedLoss, working_scalar
 from megaclip.losses.compiled_operation import register_loss
 from megaclip.losses.costs import LOSS_COSTS
-from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
+from megaclip.losses.distributed_tiles import DistributedTiles
 from megaclip.losses.negatives import Negatives
 from megaclip.losses.segments import sums_of_equal_ids
 from megaclip.losses.settings import ClipLossSettings
@@ -90,12 +90,11 @@ class _Batch:
         limit = None if settings.margin is None else paired_products(x, y) + settings.margin
         ids = (inputs.ids, inputs.ids) if settings.ids == "mask" else None
         limits = None if limit is None else (limit, limit)
-        self._tiles: dict[str, Any] = {"way": way, "ids": ids, "limits": limits}
-        self._y_all = gather_columns(y, way)
-        row_lse, col_lse = distributed_stats(x, y, alpha, alpha, y_all=self._y_all, **self._tiles)
+        self._left_out: dict[str, Any] = {"ids": ids, "limits": limits}
+        self._tiles = DistributedTiles(x, y, way, **self._left_out)
+        row_lse, col_lse = self._tiles.stats(alpha, alpha)
         for side in (x, y) if settings.same_side else ():
-            side_all = self._y_all if side is y else None
-            lse, _ = distributed_stats(side, side, alpha, alpha, y_all=side_all, **self._tiles)
+            lse, _ = self._tiles_of_side(side).stats(alpha, alpha)
             row_lse, col_lse = torch.logaddexp(row_lse, lse), torch.logaddexp(col_lse, lse)
         self._negatives = None if inputs.negatives is None else Negatives(inputs, way, limits)
         if self._negatives is not None:
@@ -106,6 +105,11 @@ class _Batch:
         self._from_positives_2bd = self._from_positives() if settings.ids == "positive" else None
         if self._from_positives_2bd is not None:
             self.loss = self.loss + alpha * (x.to(alpha.dtype) * self._from_positives_2bd[0]).sum()
+
+    def _tiles_of_side(self, side: Tensor) -> DistributedTiles:
+        """Return the tiles of the images with images, or of the texts with texts."""
+        y_all = self._tiles.y_all if side is self._inputs.y else None
+        return DistributedTiles(side, side, self._way, y_all=y_all, **self._left_out)
 
     def _weights_of_pairs(self) -> float | Tensor:
         """Return the weight of each row and column, a number or (2, b), with the factor W of the contract."""
@@ -125,7 +129,7 @@ class _Batch:
         x, y, ids, weights = self._inputs.x, self._inputs.y, self._inputs.ids, self._weights
         assert ids is not None, "check_features requires ids"
         row, col = (weights, weights) if isinstance(weights, float) else weights.unbind()
-        sums = sums_of_equal_ids(x, y, ids, row, col, way=self._way, y_all=self._y_all)
+        sums = sums_of_equal_ids(x, y, ids, row, col, way=self._way, y_all=self._tiles.y_all)
         row, col = (weight if isinstance(weight, float) else weight[:, None] for weight in (row, col))
         number = sums.number[:, None]
         return torch.stack(
@@ -146,14 +150,13 @@ class _Batch:
         row_weight, col_weight = (alpha.new_full((2,), weights) if isinstance(weights, float) else weights).unbind()
         row_full, col_full = self._full_2b
         row, col = Terms(alpha, row_full, row_weight), Terms(alpha, col_full, col_weight)
-        found = distributed_grads(x, y, row, col, y_all=self._y_all, **self._tiles)
+        found = self._tiles.grads(row, col)
         dx, dy, d_negatives, missing = found.dx, found.dy, alpha.new_empty(0), None
         if self._settings.same_side:
             sides = []
             for side, sign in ((x, -1), (y, 1)):
                 # Pair i is row i and column i: the terms of both of its log-sum-exps meet in dx + dy.
-                side_all = self._y_all if side is y else None
-                found = distributed_grads(side, side, row, col, y_all=side_all, **self._tiles)
+                found = self._tiles_of_side(side).grads(row, col)
                 own = sign * (side.to(alpha.dtype) * found.dx).sum()
                 missing = own if missing is None else missing + own
                 sides.append(found.dx + found.dy)

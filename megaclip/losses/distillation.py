@@ -27,7 +27,7 @@ from megaclip.comm.groups import resolve
 from megaclip.losses.agreement import check_features
 from megaclip.losses.batch_loss import BatchLoss, as_scalar, working_scalar
 from megaclip.losses.costs import LOSS_COSTS
-from megaclip.losses.distributed_tiles import BatchGrads, distributed_grads, distributed_stats
+from megaclip.losses.distributed_tiles import BatchGrads, DistributedTiles
 from megaclip.losses.sums import FunctionOfSums, LossAndSums, LossInputs
 from megaclip.losses.way import Way, make_way
 from megaclip.ops.rows import paired_products
@@ -87,12 +87,12 @@ class _Softmax(NamedTuple):
     def gradients(self, way: Way, values: tuple[Tensor, Tensor] | None = None) -> BatchGrads:
         """Return the products of P, without the positives, with the features of columns and of rows, or `values`."""
         row, col = (Terms(self.scale, full, self.weight) for full in self.full_2b)
-        return distributed_grads(self.x, self.y, row, col, way=way, values=values)
+        return DistributedTiles(self.x, self.y, way).grads(row, col, values)
 
 
 def _softmax(inputs: LossInputs, way: Way) -> _Softmax:
     x, y, scale = inputs.x, inputs.y, working_scalar(inputs.logit_scale, inputs.x)
-    lse = distributed_stats(x, y, scale, scale, way=way)
+    lse = DistributedTiles(x, y, way).stats(scale, scale)
     positives = scale * paired_products(x, y)
     return _Softmax(x, y, scale, 1 / (2 * len(x)), positives, torch.logaddexp(torch.stack(lse), positives))
 

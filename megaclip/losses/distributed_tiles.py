@@ -19,22 +19,20 @@ every block and in both passes, including the rank's own block. The sigmoid loss
 sent.
 
 This module is independent of the loss. Scale, shift and weight come from the caller (docs/mathematics.md): one value
-per row or column, or a number that is equal on all ranks. The positives (row i with column i of the global matrix) are
-excluded, and with ids the entries whose row and column have equal ids. With `positives=False` the columns are not the
-partners of the rows: nothing is excluded as a positive, and each rank has n columns, with n equal on all ranks.
-Autograd cannot differentiate these functions: call them in the forward and backward of a `torch.autograd.Function`.
+per local row or column (b,), or a number that is equal on all ranks. Autograd cannot differentiate the results: compute
+them in the forward and backward of a `torch.autograd.Function`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from megaclip.comm.collectives import gather_rows, reduce_scatter_log_sum_exp, reduce_scatter_rows
+from megaclip.comm.groups import RankGroup
 from megaclip.comm.ring import Carried, Tensors, circulate
 from megaclip.losses.way import Way
 from megaclip.ops.tiles import tile_grads, tile_sigmoid, tile_stats
@@ -62,255 +60,217 @@ class BatchSigmoid(NamedTuple):
 
 _Gradients = tuple[Any, Any, Tensors, Tensors]
 """dx (m, D) and dy (n, D), None where they are not needed; further sums per row, (m,) each, and per column, (n,)."""
+_Blocks = Iterator[tuple[Tensor, list[Any], int | None]]
+"""Blocks of columns with their values, and the column of the positive of the first row, or None."""
 _Tile = Callable[..., _Gradients]
 """Gradients of one block: a function of x, y, the values of the rows and of the columns, and options of a tile."""
 
 
-def gather_columns(y: Tensor, way: Way) -> Tensor | None:
-    """Return the columns of all ranks, (B, D), with the all_gather exchange, and None with the ring."""
-    return gather_rows(y, **_transfer(way)) if way.exchange == "all_gather" else None
+class DistributedTiles:
+    """The tiles of the rows and the columns of all ranks. Positives (row i with column i of the global matrix) are left
+    out, and with ids the entries whose row and column have equal ids.
 
-
-def distributed_stats(
-    x: Tensor,
-    y: Tensor,
-    row_scale: Scalars,
-    col_scale: Scalars,
-    *,
-    way: Way,
-    y_all: Tensor | None = None,
-    ids: Ids | None = None,
-    limits: Limits | None = None,
-    positives: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Return the log-sum-exp over the whole batch of this rank's rows (b,) and columns (b,), without the positives.
-
-    `row_lse_i = log sum_{j != i} exp(row_scale_i*s_ij)` over all B columns, and
-    `col_lse_j = log sum_{i != j} exp(col_scale_j*s_ij)` over all B rows.
-
-    x, y: local features (b, D). Scales: one value per local row or column (b,), or a number that is equal on all ranks.
-    y_all: the result of `gather_columns`, if it exists. limits: those of the local rows and columns.
-    ids: those of the local rows and columns, in ascending order; those of a positive are equal. None excludes positives
-    only.
+    x, y: local features (b, D). ids: those of the local rows and columns, in ascending order; those of a positive are
+    equal. limits: those of the local rows and columns. y_all: the columns of all ranks, (B, D), if they are gathered.
+    positives: False if the columns are no partners of the rows. Nothing is then left out as a positive, and each rank
+    has n columns, with n equal on all ranks.
     """
-    x, y = _as_sent(x, y, way)
-    (row_ids, col_ids), (row_limits, col_limits) = ids or (None, None), limits or (None, None)
-    own, values = (row_ids, row_limits), _PerSample((col_scale, col_ids, col_limits))
-    if way.exchange == "ring":
-        return _ring_stats(x, y, row_scale, values, way, own, positives)
-    y_all = gather_rows(y, **_transfer(way)) if y_all is None else y_all
-    gathered = values.gathered(way)
-    offset = way.ranks.rank * len(x) if positives and ids is None else None  # equal ids include the positives
-    parts = []
-    for part in _runs(y_all, ids):
-        col_scale, *others = (_part(value, part) for value in gathered)
-        options: dict[str, Any] = {"diagonal": offset, "options": way.tiles, **_pairs(own, others)}
-        parts.append(tile_stats(x, y_all[part], row_scale, col_scale, **options))
-    rows, cols = zip(*parts, strict=True)
-    return functools.reduce(torch.logaddexp, rows), reduce_scatter_log_sum_exp(_joined(cols), group=way.ranks)
 
+    def __init__(
+        self,
+        x: Tensor,
+        y: Tensor,
+        way: Way,
+        *,
+        y_all: Tensor | None = None,
+        ids: Ids | None = None,
+        limits: Limits | None = None,
+        positives: bool = True,
+    ) -> None:
+        self._x, self._y, self._way, self.y_all = x, y, way, y_all
+        (row_ids, col_ids), (row_limits, col_limits) = ids or (None, None), limits or (None, None)
+        self._left_out = (row_ids, row_limits), (col_ids, col_limits)
+        self._has_diagonal = positives and ids is None  # equal ids include the positives
+        self._transfer: dict[str, Any] = {"group": way.ranks, "payload": way.payload}
+        """Arguments of collectives of features and their gradients."""
 
-def distributed_grads(
-    x: Tensor,
-    y: Tensor,
-    row: Terms,
-    col: Terms,
-    *,
-    way: Way,
-    y_all: Tensor | None = None,
-    ids: Ids | None = None,
-    limits: Limits | None = None,
-    positives: bool = True,
-    values: tuple[Tensor, Tensor] | None = None,
-) -> BatchGrads:
-    """Return the gradient tile summed over the whole batch, for this rank's rows and columns.
+    def stats(self, row_scale: Scalars, col_scale: Scalars) -> tuple[Tensor, Tensor]:
+        """Return the log-sum-exp over the whole batch of this rank's rows (b,) and columns (b,), without the positives.
 
-    With `P_ij` of `megaclip.ops.tiles.tile_grads`: `dx_i = sum over all j != i of P_ij y_j` and `dy_j = sum over all
-    i != j of P_ij x_i`. The dots are sums over the whole batch too. The results carry no factor W.
+        `row_lse_i = log sum_{j != i} exp(row_scale_i*s_ij)` over all B columns, and
+        `col_lse_j = log sum_{i != j} exp(col_scale_j*s_ij)` over all B rows. The all_gather exchange keeps `y_all`.
+        """
+        x, y = self._as_sent(self._x, self._y)
+        if self._way.exchange == "all_gather" and self.y_all is None:
+            self.y_all = gather_rows(y, **self._transfer)
+        rows, cols = self._values((row_scale,), (col_scale,))
+        row_lse: Tensor | None = None
+        columns = self._returned(_merge_log_sum_exp, reduce_scatter_log_sum_exp)
+        for y_block, values, diagonal in self._blocks(y, cols, self.y_all):
+            options = self._options(rows.values, values, diagonal)
+            row_part, col_part = tile_stats(x, y_block, row_scale, values[0], **options)
+            row_lse = row_part if row_lse is None else torch.logaddexp(row_lse, row_part)
+            columns.add((col_part,))
+        assert row_lse is not None, "there is at least one block"
+        return row_lse, columns.home()[0]
 
-    x, y: local features (b, D). row, col: per local row or column (b,), or numbers that are equal on all ranks. y_all,
-    ids, limits: as in `distributed_stats`. values: (b, C) each, the matrices that P is multiplied with instead of x and
-    y: `dx = P values[1]`, `dy = P^T values[0]`. They are sent with the features, so y_all is None.
-    """
-    width = x.shape[1]
-    if values is not None:
-        x, y = (torch.cat(pair, dim=1) for pair in zip((x, y), values, strict=True))
+    def grads(self, row: Terms, col: Terms, values: tuple[Tensor, Tensor] | None = None) -> BatchGrads:
+        """Return the gradient tile summed over the whole batch, for this rank's rows and columns.
 
-    def tile(x: Tensor, y: Tensor, row: Sequence[Scalars], col: Sequence[Scalars], **options: Any) -> _Gradients:
-        options |= {"need_dots": way.need_dots, "options": way.tiles}
+        With `P_ij` of `megaclip.ops.tiles.tile_grads`: `dx_i = sum over all j != i of P_ij y_j` and `dy_j = sum over
+        all i != j of P_ij x_i`. The dots are sums over the whole batch too. The results carry no factor W.
+
+        values: (b, C) each, the matrices that P is multiplied with instead of x and y: `dx = P values[1]`,
+        `dy = P^T values[0]`. They are sent with the features, so `y_all` is not used.
+        """
+        x, y, y_all, width = self._x, self._y, self.y_all, self._x.shape[1]
         if values is not None:
-            options["values"] = x[:, width:], y[:, width:]
-            x, y = x[:, :width], y[:, :width]
-        dx, dy, row_dot, col_dot = tile_grads(x, y, Terms(*row), Terms(*col), **options)
-        return dx, dy, _given(row_dot), _given(col_dot)
+            x, y = (torch.cat(pair, dim=1) for pair in zip((x, y), values, strict=True))
+            y_all = None
 
-    dx, dy, row_dots, col_dots = _gradients(tile, *_as_sent(x, y, way), row, col, way, y_all, ids, limits, positives)
-    return BatchGrads(dx, dy, *(row_dots or (None,)), *(col_dots or (None,)))
+        def tile(x: Tensor, y: Tensor, row: Sequence[Scalars], col: Sequence[Scalars], **options: Any) -> _Gradients:
+            options["need_dots"] = self._way.need_dots
+            if values is not None:
+                options["values"] = x[:, width:], y[:, width:]
+                x, y = x[:, :width], y[:, :width]
+            dx, dy, *dots = tile_grads(x, y, Terms(*row), Terms(*col), **options)
+            row_dots, col_dots = (() if dot is None else (dot,) for dot in dots)
+            return dx, dy, row_dots, col_dots
 
+        x, y = self._as_sent(x, y)
+        dx, dy, row_dots, col_dots = self._gradients(tile, x, y, row, col, y_all)
+        return BatchGrads(dx, dy, *(row_dots or (None,)), *(col_dots or (None,)))
 
-def distributed_sigmoid(
-    x: Tensor,
-    y: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    *,
-    way: Way,
-    ids: Ids | None = None,
-    positives: bool = True,
-) -> BatchSigmoid:
-    """Return the sums of the sigmoid loss over the negatives of this rank's rows and columns.
+    def sigmoid(self, scale: Tensor, bias: Tensor) -> BatchSigmoid:
+        """Return the sums of the sigmoid loss over the negatives of this rank's rows and columns.
 
-    x, y: local features (b, D). scale, bias: one element each. ids: as in `distributed_stats`. The results carry no
-    factor W.
-    """
+        scale, bias: one element each. The results carry no factor W.
+        """
 
-    def tile(x: Tensor, y: Tensor, row: Sequence[Scalars], col: Sequence[Scalars], **options: Any) -> _Gradients:
-        row_loss, dx, dy, row_dot, row_sum = tile_sigmoid(x, y, scale, bias, options=way.tiles, **options)
-        return dx, dy, (row_loss, row_dot, row_sum), ()
+        def tile(x: Tensor, y: Tensor, row: Sequence[Scalars], col: Sequence[Scalars], **options: Any) -> _Gradients:
+            row_loss, dx, dy, row_dot, row_sum = tile_sigmoid(x, y, scale, bias, **options)
+            return dx, dy, (row_loss, row_dot, row_sum), ()
 
-    dx, dy, (row_loss, row_dot, row_sum), _ = _gradients(tile, x, y, (), (), way, None, ids, None, positives)
-    return BatchSigmoid(row_loss, dx, dy, row_dot, row_sum)
+        dx, dy, (row_loss, row_dot, row_sum), _ = self._gradients(tile, self._x, self._y, (), (), self.y_all)
+        return BatchSigmoid(row_loss, dx, dy, row_dot, row_sum)
 
+    def _gradients(
+        self, tile: _Tile, x: Tensor, y: Tensor, row: Sequence[Scalars], col: Sequence[Scalars], y_all: Tensor | None
+    ) -> _Gradients:
+        """Return the results of `tile` for this rank's rows and columns, summed over the whole batch."""
 
-def _gradients(
-    tile: _Tile,
-    x: Tensor,
-    y: Tensor,
-    row: Sequence[Scalars],
-    col: Sequence[Scalars],
-    way: Way,
-    y_all: Tensor | None,
-    ids: Ids | None,
-    limits: Limits | None,
-    positives: bool,
-) -> _Gradients:
-    """Return the results of `tile` for this rank's rows and columns, summed over the whole batch."""
-    (row_ids, col_ids), (row_limits, col_limits) = ids or (None, None), limits or (None, None)
-    rows, cols = _PerSample((*row, row_ids, row_limits)), _PerSample((*col, col_ids, col_limits))
+        def run(
+            x: Tensor, y: Tensor, row: Sequence[Any], col: Sequence[Any], diagonal: int | None = None, **options: Any
+        ) -> _Gradients:
+            return tile(x, y, row[:-2], col[:-2], **self._options(row, col, diagonal), **options)
 
-    def run(x: Tensor, y: Tensor, row: Sequence[Any], col: Sequence[Any], **options: Any) -> _Gradients:
-        if not positives or ids is not None:
-            options["diagonal"] = None
-        return tile(x, y, row[:-2], col[:-2], **_pairs(row[-2:], col[-2:]), **options)
+        rows, cols = self._values(row, col)
+        if self._way.reduction == "feature":
+            return self._feature(run, x, rows, self._blocks(y, cols, y_all))
+        if self._way.exchange == "ring":
+            return self._ring_scalar(run, x, y, rows, cols)
+        return self._gathered_scalar(run, x, y, rows, cols, self._blocks(y, cols, y_all))
 
-    def by_runs(x: Tensor, y: Tensor, row: Sequence[Any], col: Sequence[Any], **options: Any) -> _Gradients:
-        dx, row_sums, parts = None, None, []
-        for part in _runs(y, ids):
-            values = [_part(value, part) for value in col]
-            dx, dy, more_rows, col_sums = run(x, y[part], row, values, add_to=(dx, None), **options)
+    def _feature(self, tile: _Tile, x: Tensor, rows: _PerSample, blocks: _Blocks) -> _Gradients:
+        """Compute this rank's rows with all columns. The gradients of the columns return to their owners."""
+        dx: Tensor | None = None
+        row_sums: Tensors | None = None
+        columns = self._returned(_merge_sums, reduce_scatter_rows)
+        for y_block, values, diagonal in blocks:
+            dx, dy, more_rows, col_sums = tile(x, y_block, rows.values, values, diagonal=diagonal, add_to=(dx, None))
             row_sums = _merge_sums(row_sums, more_rows)
-            parts.append((dy, *col_sums))
-        dy, *sums = (_joined(pieces) for pieces in zip(*parts, strict=True))
-        return dx, dy, row_sums or (), tuple(sums)
+            columns.add((dy, *col_sums))
+            del dy, col_sums  # frees dy of this block before that of the next block is allocated
+        assert row_sums is not None, "there is at least one block"
+        own = columns.home()
+        return dx, own[0], row_sums, own[1:]
 
-    if way.exchange == "all_gather":
-        gathered = _gathered_feature if way.reduction == "feature" else _gathered_scalar
-        return gathered(run if ids is None else by_runs, x, y, rows, cols, way, y_all)
-    return (_ring_feature if way.reduction == "feature" else _ring_scalar)(run, x, y, rows, cols, way)
+    def _ring_scalar(self, tile: _Tile, x: Tensor, y: Tensor, rows: _PerSample, cols: _PerSample) -> _Gradients:
+        """Send x and y with their values around the ring; each rank sums the gradients of its own rows and columns."""
+        split = len(rows.vectors)
+        blocks = circulate((x, y, *rows.vectors, *cols.vectors), **self._transfer)
+        next(blocks)  # this rank's own
+        dx, dy, row_sums, col_sums = tile(x, y, rows.values, cols.values, diagonal=0)
+        for _, (x_block, y_block, *moved) in blocks:
+            others_rows, others_cols = rows.joined(moved[:split]), cols.joined(moved[split:])
+            _, _, more_rows, _ = tile(x, y_block, rows.values, others_cols, need_dy=False, add_to=(dx, None))
+            _, _, _, more_cols = tile(x_block, y, others_rows, cols.values, need_dx=False, add_to=(None, dy))
+            _merge_sums((*row_sums, *col_sums), (*more_rows, *more_cols))
+        return dx, dy, row_sums, col_sums
 
+    def _gathered_scalar(
+        self, tile: _Tile, x: Tensor, y: Tensor, rows: _PerSample, cols: _PerSample, blocks: _Blocks
+    ) -> _Gradients:
+        """Compute this rank's rows with all columns for dx, then all rows with this rank's columns for dy."""
+        ranks, dx, row_sums = self._way.ranks, None, None
+        for y_block, values, diagonal in blocks:
+            options: dict[str, Any] = {"diagonal": diagonal, "need_dy": False, "add_to": (dx, None)}
+            dx, _, more_rows, _ = tile(x, y_block, rows.values, values, **options)
+            row_sums = _merge_sums(row_sums, more_rows)
+            del y_block  # frees the columns before the rows are gathered, if no other pass needs them
+        assert row_sums is not None, "there is at least one block"
+        x_all, diagonal = gather_rows(x, **self._transfer), -ranks.rank * len(x)
+        _, dy, _, col_sums = tile(x_all, y, rows.gathered(ranks), cols.values, diagonal=diagonal, need_dx=False)
+        return dx, dy, row_sums, col_sums
 
-def _runs(columns: Tensor, ids: Ids | None) -> list[slice]:
-    """Return the columns of each rank, whose ids ascend, if columns of all ranks have ids; else all columns."""
-    length = len(columns) if ids is None else max(len(ids[1]), 1)
-    return [slice(start, start + length) for start in range(0, max(len(columns), 1), length)]
+    def _blocks(self, y: Tensor, cols: _PerSample, y_all: Tensor | None) -> _Blocks:
+        """Yield the columns of all ranks block by block: features, values, and the diagonal of the positives or None.
 
+        A block has the columns of one rank, or all gathered columns if they have no ids: ids ascend within a rank only.
+        """
+        ranks = self._way.ranks
+        if self._way.exchange == "ring":
+            for owner, (y_block, *moved) in circulate((y, *cols.vectors), **self._transfer):
+                yield y_block, cols.joined(moved), 0 if owner == ranks.rank else None
+            return
+        y_all = gather_rows(y, **self._transfer) if y_all is None else y_all
+        count, values = len(y_all) if cols.values[-2] is None else len(y), cols.gathered(ranks)
+        for start in range(0, len(y_all), count):
+            part = slice(start, start + count)
+            block_values = [value[part] if _is_vector(value) else value for value in values]
+            yield y_all[part], block_values, ranks.rank * len(y) - start
 
-def _part(value: Any, part: slice) -> Any:
-    return value[part] if _is_vector(value) else value
+    def _returned(self, merge: Callable[..., Tensors], reduce: Callable[..., Tensor]) -> Carried | _Gathered:
+        """Return what collects the results for the blocks of columns and returns them to the columns' owners."""
+        is_ring = self._way.exchange == "ring"
+        return Carried(merge, **self._transfer) if is_ring else _Gathered(reduce, **self._transfer)
 
+    def _as_sent(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x and y, rounded to the payload dtype if the features of both sides are sent."""
+        way = self._way
+        if way.payload is None or way.reduction == "feature" or way.ranks.size == 1:
+            return x, y
+        return x.to(way.payload).to(x.dtype), y.to(way.payload).to(y.dtype)
 
-def _joined(pieces: tuple[Any, ...]) -> Any:
-    return pieces[0] if len(pieces) == 1 or pieces[0] is None else torch.cat(pieces)
+    def _values(self, row: Sequence[Scalars], col: Sequence[Scalars]) -> tuple[_PerSample, _PerSample]:
+        """Return the values of the rows and of the columns, with their ids and limits as the last two."""
+        rows, cols = self._left_out
+        return _PerSample((*row, *rows)), _PerSample((*col, *cols))
 
-
-def _as_sent(x: Tensor, y: Tensor, way: Way) -> tuple[Tensor, Tensor]:
-    """Return x and y, rounded to the payload dtype if the features of both sides are sent."""
-    if way.payload is None or way.reduction == "feature" or way.ranks.size == 1:
-        return x, y
-    return x.to(way.payload).to(x.dtype), y.to(way.payload).to(y.dtype)
-
-
-def _ring_stats(
-    x: Tensor,
-    y: Tensor,
-    row_scale: Scalars,
-    values: _PerSample,
-    way: Way,
-    own: Sequence[Tensor | None],
-    positives: bool,
-) -> tuple[Tensor, Tensor]:
-    """Send y and its scale around the ring. Each column's log-sum-exp is sent with them and returns to its owner."""
-    row_lse: Tensor | None = None
-    col_lse = Carried(_merge_log_sum_exp, group=way.ranks)
-    for owner, (y_block, *moved) in circulate((y, *values.vectors), **_transfer(way)):
-        col_scale, *others = values.joined(moved)
-        diagonal = 0 if positives and own[0] is None and owner == way.ranks.rank else None
-        options: dict[str, Any] = {"diagonal": diagonal, "options": way.tiles, **_pairs(own, others)}
-        row_part, col_part = tile_stats(x, y_block, row_scale, col_scale, **options)
-        row_lse = row_part if row_lse is None else torch.logaddexp(row_lse, row_part)
-        col_lse.add((col_part,))
-    assert row_lse is not None, "a ring has at least one block"
-    return row_lse, col_lse.home()[0]
-
-
-def _ring_feature(tile: _Tile, x: Tensor, y: Tensor, rows: _PerSample, cols: _PerSample, way: Way) -> _Gradients:
-    """Send y and its values around the ring. Its gradient is sent with it and returns to its owner."""
-    dx: Tensor | None = None
-    row_sums: Tensors | None = None
-    columns = Carried(_merge_sums, **_transfer(way))
-    for owner, (y_block, *moved) in circulate((y, *cols.vectors), **_transfer(way)):
-        diagonal = 0 if owner == way.ranks.rank else None
-        dx, dy, more_rows, col_sums = tile(
-            x, y_block, rows.values, cols.joined(moved), diagonal=diagonal, add_to=(dx, None)
-        )
-        row_sums = _merge_sums(row_sums, more_rows)
-        columns.add((dy, *col_sums))
-        del dy, col_sums  # frees dy of this block before that of the next block is allocated
-    assert row_sums is not None, "a ring has at least one block"
-    own = columns.home()
-    return dx, own[0], row_sums, own[1:]
-
-
-def _ring_scalar(tile: _Tile, x: Tensor, y: Tensor, rows: _PerSample, cols: _PerSample, way: Way) -> _Gradients:
-    """Send x and y with their values around the ring; each rank sums the gradients of its own rows and columns."""
-    split = len(rows.vectors)
-    blocks = circulate((x, y, *rows.vectors, *cols.vectors), **_transfer(way))
-    next(blocks)  # this rank's own
-    dx, dy, row_sums, col_sums = tile(x, y, rows.values, cols.values, diagonal=0)
-    for _, (x_block, y_block, *moved) in blocks:
-        others_rows, others_cols = rows.joined(moved[:split]), cols.joined(moved[split:])
-        _, _, more_rows, _ = tile(x, y_block, rows.values, others_cols, need_dy=False, add_to=(dx, None))
-        _, _, _, more_cols = tile(x_block, y, others_rows, cols.values, need_dx=False, add_to=(None, dy))
-        _merge_sums((*row_sums, *col_sums), (*more_rows, *more_cols))
-    return dx, dy, row_sums, col_sums
+    def _options(self, rows: Sequence[Any], cols: Sequence[Any], diagonal: int | None) -> dict[str, Any]:
+        """Return the options of the tile of rows and columns with these values."""
+        named = zip(("ids", "limits"), rows[-2:], cols[-2:], strict=True)
+        pairs = {name: (row, col) for name, row, col in named if row is not None}
+        return {"diagonal": diagonal if self._has_diagonal else None, "options": self._way.tiles, **pairs}
 
 
-def _gathered_feature(
-    tile: _Tile, x: Tensor, y: Tensor, rows: _PerSample, cols: _PerSample, way: Way, y_all: Tensor | None
-) -> _Gradients:
-    """Compute this rank's rows with all columns; reduce-scatter the gradients of the columns."""
-    y_all = gather_columns(y, way) if y_all is None else y_all
-    dx, dy, row_sums, col_sums = tile(x, y_all, rows.values, cols.gathered(way), diagonal=way.ranks.rank * len(x))
-    dy = reduce_scatter_rows(dy, **_transfer(way))
-    return dx, dy, row_sums, tuple(reduce_scatter_rows(sums, group=way.ranks) for sums in col_sums)
+class _Gathered:
+    """Results for the gathered columns, block after block, with the interface of `Carried`."""
 
+    def __init__(self, reduce: Callable[..., Tensor], group: RankGroup, payload: torch.dtype | None) -> None:
+        self._reduce, self._group, self._payload = reduce, group, payload
+        self._parts: list[Tensors] = []
 
-def _gathered_scalar(
-    tile: _Tile, x: Tensor, y: Tensor, rows: _PerSample, cols: _PerSample, way: Way, y_all: Tensor | None
-) -> _Gradients:
-    """Compute this rank's rows with all columns for dx, then all rows with this rank's columns for dy."""
-    offset = way.ranks.rank * len(x)
-    y_all = gather_columns(y, way) if y_all is None else y_all
-    dx, _, row_sums, _ = tile(x, y_all, rows.values, cols.gathered(way), diagonal=offset, need_dy=False)
-    del y_all  # frees it before the rows are gathered, if no other pass needs it
-    x_all = gather_rows(x, **_transfer(way))
-    _, dy, _, col_sums = tile(x_all, y, rows.gathered(way), cols.values, diagonal=-offset, need_dx=False)
-    return dx, dy, row_sums, col_sums
+    def add(self, part: Tensors) -> None:
+        self._parts.append(part)
 
-
-def _transfer(way: Way) -> dict[str, Any]:
-    """Return the group and the payload dtype for collectives of features and their gradients."""
-    return {"group": way.ranks, "payload": way.payload}
+    def home(self) -> Tensors:
+        """Return the results for this rank's columns, (b, ...), reduced over ranks."""
+        parts, self._parts = self._parts, []
+        whole = [pieces[0] if len(pieces) == 1 else torch.cat(pieces) for pieces in zip(*parts, strict=True)]
+        del parts  # frees them before the results are reduced
+        of_matrices = {} if self._payload is None else {"payload": self._payload}
+        return tuple(self._reduce(each, group=self._group, **(of_matrices if each.dim() > 1 else {})) for each in whole)
 
 
 class _PerSample:
@@ -325,24 +285,13 @@ class _PerSample:
         moved = iter(vectors)
         return [next(moved) if _is_vector(value) else value for value in self.values]
 
-    def gathered(self, way: Way) -> list[Any]:
+    def gathered(self, ranks: RankGroup) -> list[Any]:
         """Return all values, with the vectors gathered from all ranks, (B,)."""
-        return self.joined([gather_rows(vector, group=way.ranks) for vector in self.vectors])
-
-
-def _pairs(rows: Sequence[Tensor | None], cols: Sequence[Tensor | None]) -> dict[str, Any]:
-    """Return the arguments ids and limits of a tile, of its rows and of its columns, that are given."""
-    named = zip(("ids", "limits"), rows, cols, strict=True)
-    return {name: (row, col) for name, row, col in named if row is not None and col is not None}
+        return self.joined([gather_rows(vector, group=ranks) for vector in self.vectors])
 
 
 def _is_vector(value: Scalars | None) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dim() == 1
-
-
-def _given(*tensors: Tensor | None) -> Tensors:
-    """Return the tensors that are not None."""
-    return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 def _merge_sums(total: Tensors | None, part: Tensors) -> Tensors:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megaclip.comm.collectives import sum_over_ranks
-from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
+from megaclip.losses.distributed_tiles import DistributedTiles
 from megaclip.losses.estimators import Ticket
 from megaclip.losses.settings import VARIANTS, StandaloneFastClipSettings
 from megaclip.losses.sums import first_order, gradient_of_scalar
@@ -64,8 +64,8 @@ class GlobalContrastive(torch.autograd.Function):
         else:
             tau_x, tau_y = tau[:, 0].contiguous(), tau[:, 1].contiguous()
         batch = len(x) * way.ranks.size
-        y_all = gather_columns(y, way)
-        row_lse, col_lse = distributed_stats(x, y, 1 / tau_x, 1 / tau_y, way=way, y_all=y_all)
+        tiles = DistributedTiles(x, y, way)
+        row_lse, col_lse = tiles.stats(1 / tau_x, 1 / tau_y)
         s_ii = paired_products(x, y)
         log_g = torch.stack([row_lse - s_ii / tau_x, col_lse - s_ii / tau_y], dim=1) - math.log(batch - 1)
         step.log_u = step.mixed(log_g)
@@ -73,7 +73,7 @@ class GlobalContrastive(torch.autograd.Function):
         log_eps = log_g.new_full((), math.log(step.eps) if step.eps > 0 else -math.inf)
         log_eps_u = torch.logaddexp(step.log_u, log_eps)
         ctx.loss, ctx.way, ctx.step = "FastClipLoss", way, step
-        ctx.save_for_backward(x, y, y_all, log_scale, tau_x, tau_y, s_ii, log_g, log_eps_u)
+        ctx.save_for_backward(x, y, tiles.y_all, log_scale, tau_x, tau_y, s_ii, log_g, log_eps_u)
         terms = log_eps_u + step.rho
         if step.rule.multiplied:
             terms = terms * tau
@@ -93,7 +93,7 @@ class GlobalContrastive(torch.autograd.Function):
         shift = log_eps_u + math.log(batch - 1)
         row = Terms(1 / tau_x, shift[:, 0] + s_ii / tau_x, row_weight)
         col = Terms(1 / tau_y, shift[:, 1] + s_ii / tau_y, col_weight)
-        negatives = distributed_grads(x, y, row, col, way=way, y_all=y_all)
+        negatives = DistributedTiles(x, y, way, y_all=y_all).grads(row, col)
 
         ratio = torch.exp(log_g - log_eps_u)  # g/(eps+u)
         pull = row_weight * ratio[:, 0] + col_weight * ratio[:, 1]

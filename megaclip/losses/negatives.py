@@ -7,18 +7,12 @@ exchange.
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaclip.losses.distributed_tiles import (
-    BatchSigmoid,
-    distributed_grads,
-    distributed_sigmoid,
-    distributed_stats,
-)
+from megaclip.losses.distributed_tiles import BatchSigmoid, DistributedTiles
 from megaclip.losses.segments import segment_sums
 from megaclip.losses.sums import LossInputs
 from megaclip.losses.way import Way
@@ -27,7 +21,7 @@ from megaclip.ops.types import NO_NEGATIVE, Limits, Terms, accumulation_dtype
 
 
 class Negatives:
-    """The negatives of one call of a loss, (e, D) on this rank. limits: as in `distributed_stats`; of rows only."""
+    """The negatives of one call of a loss, (e, D) on this rank. limits: as in `DistributedTiles`; of rows only."""
 
     _shift: Tensor
     """Log-sum-exp of the columns."""
@@ -44,8 +38,7 @@ class Negatives:
         if self._is_empty:
             return nothing
         if rows is None:
-            columns, options = self._columns()
-            row_lse, col_lse = distributed_stats(self._x, columns, alpha, alpha, way=self._way, **options)
+            row_lse, col_lse = self._tiles().stats(alpha, alpha)
             self._shift = col_lse.masked_fill(col_lse == -math.inf, 0.0)
             return row_lse
         logits = self._left_out(alpha * self._similarities(rows), rows)
@@ -56,17 +49,16 @@ class Negatives:
     def softmax_gradients(self, alpha: Tensor, row_shift: Tensor, row_weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the negatives add to dx (b, D), and their gradients (e, D), without factor alpha.
 
-        row_shift, row_weight: those of the rows, as in `distributed_grads`. Call `log_sum_exp` first.
+        row_shift, row_weight: those of the rows, as in `DistributedTiles.grads`. Call `log_sum_exp` first.
         """
         rows = self._inputs.negative_rows
         if self._is_empty:
             return alpha.new_zeros(self._x.shape), alpha.new_zeros(self._own.shape)
         if rows is None:
-            columns, options = self._columns()
             # The shift keeps the exponentials of the columns finite, although their weight is 0.
             row, col = Terms(alpha, row_shift, row_weight), Terms(alpha, self._shift, torch.zeros_like(alpha))
-            found = distributed_grads(self._x, columns, row, col, way=self._way, **options)
-            return found.dx, found.dy[len(columns) - len(self._own) :]
+            found = self._tiles().grads(row, col)
+            return found.dx, found.dy[self._way.negatives - len(self._own) :]
         logits = self._left_out(alpha * self._similarities(rows), rows)
         return self._products(row_weight.expand(len(self._x))[rows] * torch.exp(logits - row_shift[rows]), rows)
 
@@ -77,11 +69,8 @@ class Negatives:
             zeros = (alpha.new_zeros(len(self._x)) for _ in range(3))
             return BatchSigmoid(next(zeros), alpha.new_zeros(self._x.shape), alpha.new_zeros(self._own.shape), *zeros)
         if rows is None:
-            columns, options = self._columns()
-            found = distributed_sigmoid(
-                self._x, columns, alpha, beta, way=self._way, ids=options["ids"], positives=False
-            )
-            return found._replace(dy=found.dy[len(columns) - len(self._own) :])
+            found = self._tiles().sigmoid(alpha, beta)
+            return found._replace(dy=found.dy[self._way.negatives - len(self._own) :])
         similarities = self._similarities(rows)
         logits = self._left_out(alpha * similarities + beta, rows)
         weights = torch.sigmoid(logits)
@@ -90,8 +79,8 @@ class Negatives:
         dx, d_negatives = self._products(weights, rows)
         return BatchSigmoid(row_loss, dx, d_negatives, row_dot, row_sum)
 
-    def _columns(self) -> tuple[Tensor, dict[str, Any]]:
-        """Return the negatives after padding to the number of all ranks, and the options of their tiles."""
+    def _tiles(self) -> DistributedTiles:
+        """Return the tiles of the rows with the negatives, after padding to the number of all ranks."""
         rows, ids = self._inputs.ids, self._inputs.negative_ids
         if ids is None or rows is None:  # ids that are never equal
             rows = torch.zeros(len(self._x), dtype=torch.int64, device=self._own.device)
@@ -100,7 +89,7 @@ class Negatives:
         columns, ids = F.pad(self._own, (0, 0, missing, 0)), F.pad(ids, (missing, 0), value=NO_NEGATIVE)
         limit = self._limit
         limits = None if limit is None else (limit, limit.new_full((len(columns),), math.inf))
-        return columns, {"ids": (rows, ids), "limits": limits, "positives": False}
+        return DistributedTiles(self._x, columns, self._way, ids=(rows, ids), limits=limits, positives=False)
 
     def _similarities(self, rows: Tensor) -> Tensor:
         """Return the products (e,) of negatives that belong to one row each with their rows; -inf above the limits."""

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megaclip.comm.collectives import gather_rows
 from megaclip.comm.ring import circulate
-from megaclip.losses.distributed_tiles import gather_columns
 from megaclip.losses.way import Way
 from megaclip.ops.types import accumulation_dtype
 
@@ -44,8 +43,8 @@ def sums_of_equal_ids(
     """
     vectors = (row_weight, col_weight) if isinstance(row_weight, Tensor) else ()
     if way.exchange == "all_gather":
-        rows, columns = gather_columns(x, way), gather_columns(y, way) if y_all is None else y_all
-        assert rows is not None and columns is not None, "they are gathered"
+        rows = gather_rows(x, group=way.ranks, payload=way.payload)
+        columns = gather_rows(y, group=way.ranks, payload=way.payload) if y_all is None else y_all
         others = (gather_rows(vector, group=way.ranks) for vector in (ids, *vectors))
         blocks: Iterable[tuple[Tensor, ...]] = [(rows, columns, *others)]
     else:

@@ -21,7 +21,7 @@ from megaclip.errors import DataError
 from megaclip.losses.batch_loss import SummedLoss, working_scalar
 from megaclip.losses.compiled_operation import register_loss
 from megaclip.losses.costs import LOSS_COSTS
-from megaclip.losses.distributed_tiles import distributed_sigmoid
+from megaclip.losses.distributed_tiles import DistributedTiles
 from megaclip.losses.negatives import Negatives
 from megaclip.losses.segments import sums_of_equal_ids
 from megaclip.losses.sums import LossAndSums, LossInputs
@@ -48,7 +48,7 @@ class SigLipLoss(SummedLoss):
         assert inputs.logit_bias is not None, "used_bias makes a tensor of it"
         alpha, beta = working_scalar(inputs.logit_scale, x), working_scalar(inputs.logit_bias, x)
         masked = (ids, ids) if ids is not None and self.settings.ids == "mask" else None
-        row_loss, dx, dy, row_dot, row_sum = distributed_sigmoid(x, y, alpha, beta, way=way, ids=masked)
+        row_loss, dx, dy, row_dot, row_sum = DistributedTiles(x, y, way, ids=masked).sigmoid(alpha, beta)
         d_negatives = alpha.new_empty(0)
         if inputs.negatives is not None:
             more = Negatives(inputs, way).sigmoid_sums(alpha, beta)

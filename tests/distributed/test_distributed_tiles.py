@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from megaclip.comm.groups import group_rank, group_size, resolve
-from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
+from megaclip.losses.distributed_tiles import DistributedTiles
 from megaclip.losses.way import Way
 from megaclip.ops.types import Terms, TileOptions
 from tests import reference
@@ -30,10 +30,10 @@ def check_bf16_payload(batch: int) -> None:
     expected = reference.tile_grads(*rounded, Terms(100.0, row_lse, 1.0), Terms(100.0, col_lse, 1.0), diagonal=0)
     for exchange in ("ring", "all_gather"):
         way = Way(resolve(), exchange, "scalar", TileOptions(), payload=torch.bfloat16)
-        y_all = gather_columns(y[mine], way)
-        stats = distributed_stats(x[mine], y[mine], 100.0, 100.0, way=way, y_all=y_all)
+        tiles = DistributedTiles(x[mine], y[mine], way)
+        stats = tiles.stats(100.0, 100.0)
         row, col = (Terms(100.0, shift, 1.0) for shift in stats)
-        grads = distributed_grads(x[mine], y[mine], row, col, way=way, y_all=y_all)
+        grads = tiles.grads(row, col)
         for name, got, wanted in zip(("row_lse", "col_lse"), stats, (row_lse, col_lse), strict=True):
             assert_close(got, wanted[mine], VALUE[torch.float64], f"{name} {way}")
         for name, got, wanted in zip(grads._fields, grads, expected, strict=True):
