@@ -134,9 +134,7 @@ def accumulate_gradients(
         batch.agree()
         terms.count()
         scalars = [log_scale] if logit_bias is None else [log_scale, logit_bias]
-        loss, whole.cached, scalar_gradients = _loss_and_gradients(
-            loss_function, whole.features, whole.orders(), scalars, engine.device, random_state.step, check_loss, terms
-        )
+        loss, scalar_gradients = whole.loss_and_gradients(loss_function, scalars, check_loss)
         statistics = running_statistics(engine.module)
         with restored(statistics):
             passes.back_propagate(scalar_gradients, without_encoders=lambda: whole.outputs(engine(None, None)))
@@ -294,61 +292,49 @@ class _Step:
         rows, order = self.rows(tower, chunk), self.batch.order(tower)
         return rows if order is None else order[rows]
 
-    def orders(self) -> dict[Role, Tensor | None]:
-        """Return `StepStore.order` for the features of each role."""
-        return {role: self.batch.order(tower) for role, tower in self.towers.items() if tower is not None}
-
     def rows(self, tower: Tower, chunk: int) -> slice:
         """Return the rows of a chunk."""
         count = self.batch.rows() // self.batch.chunk_count(tower)
         return slice(chunk * count, (chunk + 1) * count)
 
+    def loss_and_gradients(
+        self, loss_function: ContrastiveLoss, scalars: Sequence[Tensor], check_loss: Callable[[], None]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the contrastive loss, and the gradients of the loss with the terms of the batch by the scalars (1,).
 
-def _loss_and_gradients(
-    loss_function: ContrastiveLoss,
-    features: dict[Role, Tensor],
-    orders: dict[Role, Tensor | None],
-    scalars: Sequence[Tensor],
-    device: torch.device,
-    step: int,
-    check_loss: Callable[[], None],
-    terms: StepTerms,
-) -> tuple[Tensor, dict[Role, Tensor], list[Tensor]]:
-    """Return the contrastive loss, and the gradients of the loss with the terms of the batch by the features and the
-    scalars (1,), computed on `device`.
-
-    All gradients are NaN if the loss is not finite. `features` is emptied, so that their memory is freed.
-
-    Features and returned gradients are in the order of the chunks and on the same devices. `orders` has
-    `StepStore.order` of each role. The loss receives the rows in the order of the batch.
-    """
-    kept_on = {role: embeddings.device for role, embeddings in features.items()}
-    leaves = {role: _batch_order(features.pop(role).to(device), orders[role]) for role in kept_on}
-    for leaf in leaves.values():
-        leaf.requires_grad_(leaf.is_floating_point())  # an objective's features may be integers
-    log_scale, *bias = scalar_leaves = [scalar.detach().clone().requires_grad_() for scalar in scalars]
-    scale = log_scale.exp()
-    contrastive = loss_function(leaves[Tower.IMAGE], leaves[Tower.TEXT], scale, *bias)
-    loss = terms.add_batch_terms(contrastive, leaves, [scale, *bias])
-    loss.backward()  # not autograd.grad, which would not leave gradients in a loss's own parameters
-    value = loss.detach()
-    refused = ~value.isfinite()
-    try:
-        check_loss()
-    except NonFiniteError as error:
-        if not refused:
-            raise
-        raise NonFiniteError(f"step {step}: the loss is {float(value)}, so the update was not made") from error
-    gradients = {}
-    for role in kept_on:
-        leaf = leaves.pop(role)
-        if leaf.grad is None and not isinstance(role, Tower):
-            continue  # a feature of the objective that the loss does not depend on
-        gradient = _chunk_order(_gradient(leaf), orders[role]).masked_fill_(refused, math.nan)
-        if kept_on[role] != device:
-            gradient = _empty(gradient.shape, gradient, kept_on[role]).copy_(gradient)
-        gradients[role] = gradient
-    return contrastive.detach(), gradients, [_gradient(leaf).masked_fill_(refused, math.nan) for leaf in scalar_leaves]
+        Set `cached` to those by the features, on the devices and in the order of the features. All gradients are NaN if
+        the loss is not finite. `features` is emptied, so that their memory is freed. The loss receives the rows in the
+        order of the batch.
+        """
+        device = self.engine.device
+        orders = {role: None if tower is None else self.batch.order(tower) for role, tower in self.towers.items()}
+        kept_on = {role: embeddings.device for role, embeddings in self.features.items()}
+        leaves = {role: _batch_order(self.features.pop(role).to(device), orders[role]) for role in kept_on}
+        for leaf in leaves.values():
+            leaf.requires_grad_(leaf.is_floating_point())  # an objective's features may be integers
+        log_scale, *bias = scalar_leaves = [scalar.detach().clone().requires_grad_() for scalar in scalars]
+        scale = log_scale.exp()
+        contrastive = loss_function(leaves[Tower.IMAGE], leaves[Tower.TEXT], scale, *bias)
+        loss = self.terms.add_batch_terms(contrastive, leaves, [scale, *bias])
+        loss.backward()  # not autograd.grad, which would not leave gradients in a loss's own parameters
+        value = loss.detach()
+        refused = ~value.isfinite()
+        try:
+            check_loss()
+        except NonFiniteError as error:
+            if not refused:
+                raise
+            step = self.random_state.step
+            raise NonFiniteError(f"step {step}: the loss is {float(value)}, so the update was not made") from error
+        for role in kept_on:
+            leaf = leaves.pop(role)
+            if leaf.grad is None and not isinstance(role, Tower):
+                continue  # a feature of the objective that the loss does not depend on
+            gradient = _chunk_order(_gradient(leaf), orders[role]).masked_fill_(refused, math.nan)
+            if kept_on[role] != device:
+                gradient = _empty(gradient.shape, gradient, kept_on[role]).copy_(gradient)
+            self.cached[role] = gradient
+        return contrastive.detach(), [_gradient(leaf).masked_fill_(refused, math.nan) for leaf in scalar_leaves]
 
 
 def _batch_order(rows: Tensor, order: Tensor | None) -> Tensor:

@@ -17,9 +17,6 @@ from megaclip.errors import CheckpointError, DataError
 from megaclip.losses import FastClipLoss
 from megaclip.losses.fastclip import inner_rate
 from megaclip.losses.settings import VARIANTS
-from megaclip.step.batch import Tower
-from megaclip.step.gradient_cache import _loss_and_gradients
-from megaclip.step.objective_terms import StepTerms
 from tests.distributed.fastclip_oracle import (
     ADAM_EPS,
     BETAS,
@@ -85,26 +82,19 @@ def local_part(whole: Tensor) -> Tensor:
 
 
 def one_step(loss: FastClipLoss, step: int, epoch: float, fetched_before: bool = False):
-    """Compute value and gradients of this rank as the gradient cache does, then update. Return both."""
+    """Compute value and gradients of this rank, then update. Return both."""
     x, y, ids = batch_of(step)
     own_ids = local_part(torch.tensor(ids))
     given = loss.fetch(own_ids) if fetched_before else own_ids
-    features = {Tower.IMAGE: local_part(x), Tower.TEXT: local_part(y)}
-    value, gradients, (scale_gradient,) = _loss_and_gradients(
-        lambda images, texts, scale: loss(images, texts, scale, ids=given, epoch=epoch),
-        features,
-        {tower: None for tower in Tower},  # the chunks keep the order of the batch
-        [torch.zeros(1, dtype=torch.float64)],
-        torch.device("cpu"),
-        step,
-        check_loss=lambda: None,
-        terms=StepTerms(None, None, torch.device("cpu")),  # the batch of a step is read by an objective only
-    )
+    images, texts = (local_part(whole).clone().requires_grad_() for whole in (x, y))
+    scale = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    value = loss(images, texts, scale, ids=given, epoch=epoch)
+    value.backward()
     own = loss.temperature.log_scale.grad
     own = None if own is None else own.clone()
-    assert scale_gradient.item() == 0
+    assert scale.grad.item() == 0
     loss.step()
-    return value, gradients[Tower.IMAGE], gradients[Tower.TEXT], own
+    return value.detach(), images.grad, texts.grad, own
 
 
 def check_against_oracle(ways: list[tuple[str, str, str]] = WAYS) -> list[str]:
