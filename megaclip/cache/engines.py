@@ -30,11 +30,7 @@ class PlainPasses:
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = modules
         parameters = [parameter for module in modules for parameter in module.parameters()]
-        self._device = parameters[0].device if parameters else torch.device("cpu")
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
+        self.device = parameters[0].device if parameters else torch.device("cpu")
 
     @contextmanager
     def encoding(self) -> Iterator[None]:

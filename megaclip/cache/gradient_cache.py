@@ -129,8 +129,7 @@ class GradientCache:
                 passes communicate, only that rank raises, as in a plain step. So it does after the loss.
             ConfigError: an argument cannot be used with the engine.
         """
-        keys = [*range(len(arguments)), *named]
-        values = dict(zip(keys, [*arguments, *named.values()], strict=True))
+        values: dict[Any, Any] = dict(enumerate(arguments)) | named
         encoded = {key: value for key, value in values.items() if isinstance(value, Encoded)}
         self._last_built_graph = False
         self._encoders = [value.encoder for value in encoded.values()]
@@ -144,11 +143,12 @@ class GradientCache:
         joined = {key: value for key, value in others.items() if value.requires_grad}
         self._check_joined(joined)
         leaves |= {key: value.detach().clone().requires_grad_() for key, value in joined.items()}
-        inputs = [(values | leaves)[key] for key in keys]
-        loss = self._loss(*inputs[: len(arguments)], **dict(zip(named, inputs[len(arguments) :], strict=True)))
+        inputs = values | leaves
+        positional = [inputs.pop(number) for number in range(len(arguments))]
+        loss = self._loss(*positional, **inputs)
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             raise ConfigError("the loss must return one scalar tensor; return a weighted sum of several losses")
-        del inputs
+        del inputs, positional
 
         def loss_gradients() -> list[tuple[Tensor, Tensor]]:
             nonlocal loss

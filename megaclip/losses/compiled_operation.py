@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megaclip.comm.groups import named
 from megaclip.losses.id_order import needs_order
-from megaclip.losses.sums import LossInputs, finish_gradients, first_order, saved
+from megaclip.losses.sums import LossInputs, finish_gradients, first_order
 from megaclip.ops import rows
 from megaclip.ops.types import accumulation_dtype
 
@@ -101,7 +101,7 @@ def register_loss(name: str, loss_class: type[SummedLoss]) -> Any:
 
     @first_order
     def backward(ctx: Any, d_loss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        return *finish_gradients(d_loss, *saved(d_loss, ctx), _finish_both), *(None,) * 4
+        return *finish_gradients(d_loss, ctx, _finish_both), *(None,) * 4
 
     # Ranks exchange messages through their hosts, which a CUDA graph cannot repeat. Older versions of PyTorch lack the
     # tag.

@@ -60,15 +60,14 @@ class LossAndSums(NamedTuple):
 
 
 def finish_gradients(
-    d_loss: Tensor,
-    sums: LossAndSums,
-    inputs: LossInputs,
-    finish: Callable[..., tuple[Tensor, Tensor, Tensor]] = finish_both,
+    d_loss: Tensor, ctx: Any, finish: Callable[..., tuple[Tensor, Tensor, Tensor]] = finish_both
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of all inputs, in their dtypes and shapes; None where there is none.
 
-    d_loss: (), the upstream gradient. sums: its field `loss` is not used.
+    d_loss: (), the upstream gradient. ctx: has saved the inputs and then the sums, without the loss.
     """
+    count = len(LossInputs._fields)
+    inputs, sums = LossInputs(*ctx.saved_tensors[:count]), LossAndSums(d_loss, *ctx.saved_tensors[count:])
     x, y, logit_scale, logit_bias, negatives, *others = inputs
     places = sums.places if sums.places is not None and len(sums.places) else None
     dx, dy, _ = finish(sums.dx, sums.dy, x, y, sums.pull, sums.factor, d_loss, places)
@@ -76,12 +75,6 @@ def finish_gradients(
     d_bias = None if logit_bias is None else gradient_of_scalar(sums.d_beta * d_loss, logit_bias)
     d_negatives = None if negatives is None else (sums.d_negatives * (sums.factor * d_loss)).to(negatives.dtype)
     return dx, dy, d_scale, d_bias, d_negatives, *(None for _ in others)
-
-
-def saved(d_loss: Tensor, ctx: Any) -> tuple[LossAndSums, LossInputs]:
-    """Return what `ctx.save_for_backward(*inputs, *sums)` without the loss has saved; d_loss replaces the loss."""
-    count = len(LossInputs._fields)
-    return LossAndSums(d_loss, *ctx.saved_tensors[count:]), LossInputs(*ctx.saved_tensors[:count])
 
 
 def gradient_of_scalar(gradient: Tensor, scalar: Tensor) -> Tensor:
@@ -146,4 +139,4 @@ class FunctionOfSums(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *finish_gradients(d_loss, *saved(d_loss, ctx))
+        return None, None, *finish_gradients(d_loss, ctx)

@@ -182,7 +182,7 @@ class _TowerChunks:
                 rows = {tower: step.rows_of_batch(tower, chunk) for tower in self._towers}
                 for_objective = step.terms.inputs(rows, again=again)
                 encoded = (by_tower.get(Tower.IMAGE), by_tower.get(Tower.TEXT), pieces)
-                outputs = step.outputs(step.engine(*encoded, *([] if for_objective is None else [for_objective])))
+                outputs = step.outputs(step.engine(*encoded, for_objective))
         finally:
             model.before_text = None  # evaluations do not reseed
         if with_graph:
