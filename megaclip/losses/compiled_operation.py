@@ -34,14 +34,10 @@ if TYPE_CHECKING:
     from megaclip.losses.batch_loss import SummedLoss
 
 
-def _digest_of_source() -> str:
-    """Return a digest of the files from which losses are traced: those of this folder and of ops."""
-    folder = Path(__file__).parent
-    files = sorted([*folder.glob("*.py"), *folder.with_name("ops").glob("*.py")])
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-
-
-_SOURCE = _digest_of_source()
+_FOLDER = Path(__file__).parent
+_FILES = sorted([*_FOLDER.glob("*.py"), *_FOLDER.with_name("ops").glob("*.py")])
+_SOURCE = hashlib.sha256(b"".join(file.read_bytes() for file in _FILES)).hexdigest()[:16]
+"""Digest of the files from which losses are traced: those of this folder and of ops."""
 _SCHEMA = (
     "(Tensor x, Tensor y, Tensor logit_scale, Tensor? logit_bias, Tensor? negatives, Tensor? ids, Tensor? negative_ids,"
     " Tensor? negative_rows, Tensor? weights, str settings, str group, bool gradients, str source)"

@@ -16,8 +16,6 @@ Shapes: b local samples of W ranks, B = W b, D and E embedding of student and te
 """
 
 import functools
-from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,7 +60,7 @@ class DistillationLoss(BatchLoss):
         shapes = [tuple(getattr(one, "shape", ())) for one in (teacher_image_features, teacher_text_features)]
         check_features(student, settings=self.settings, ranks=ranks, teacher_shapes=shapes)
         cost = LOSS_COSTS["clip"]
-        way = make_way(x, ranks=ranks, settings=self.settings, tiles=self.tiles, cost=cost, need_dots=True)
+        way = make_way(x, ranks=ranks, settings=self.settings, tiles=self.tiles, cost=cost)
         u, v = (features.detach().to(x.dtype) for features in (teacher_image_features, teacher_text_features))
         teacher = LossInputs(u, v, as_scalar(teacher_logit_scale, x))
         evaluate = functools.partial(_sums, teacher=teacher, way=way)
@@ -70,43 +68,37 @@ class DistillationLoss(BatchLoss):
         return loss
 
 
-class _Softmax(NamedTuple):
+class _Softmax:
     """The softmaxes of one model's rows and columns."""
 
-    x: Tensor  # features of rows and columns
-    y: Tensor
-    scale: Tensor  # ()
-    weight: float  # W / (2 B), with the factor W of the contract
-    positives: Tensor  # (b,) logits
-    full_2b: Tensor  # log-sum-exp of all logits, for rows and columns
+    def __init__(self, inputs: LossInputs, way: Way) -> None:
+        self.x, self.y, self._way = inputs.x, inputs.y, way
+        self.scale = working_scalar(inputs.logit_scale, self.x)
+        self.weight = 1 / (2 * len(self.x))  # W / (2 B), with the factor W of the contract
+        lse = DistributedTiles(self.x, self.y, way).stats(self.scale, self.scale)
+        self.positives = self.scale * paired_products(self.x, self.y)  # (b,) logits
+        self.full_2b = torch.logaddexp(torch.stack(lse), self.positives)  # of all logits, for rows and columns
 
     def of_positives(self) -> Tensor:
         """Return P of the positives, (b,)."""
         return self.weight * (self.positives - self.full_2b).exp().sum(0)
 
-    def gradients(self, way: Way, values: tuple[Tensor, Tensor] | None = None) -> BatchGrads:
+    def gradients(self, values: tuple[Tensor, Tensor] | None = None, *, need_dots: bool = False) -> BatchGrads:
         """Return the products of P, without the positives, with the features of columns and of rows, or `values`."""
         row, col = (Terms(self.scale, full, self.weight) for full in self.full_2b)
-        return DistributedTiles(self.x, self.y, way).grads(row, col, values)
-
-
-def _softmax(inputs: LossInputs, way: Way) -> _Softmax:
-    x, y, scale = inputs.x, inputs.y, working_scalar(inputs.logit_scale, inputs.x)
-    lse = DistributedTiles(x, y, way).stats(scale, scale)
-    positives = scale * paired_products(x, y)
-    return _Softmax(x, y, scale, 1 / (2 * len(x)), positives, torch.logaddexp(torch.stack(lse), positives))
+        return DistributedTiles(self.x, self.y, self._way).grads(row, col, values, need_dots=need_dots)
 
 
 def _sums(inputs: LossInputs, *, teacher: LossInputs, way: Way) -> LossAndSums:
     """Return the loss and the sums of its backward pass."""
-    s, t = _softmax(inputs, way), _softmax(teacher, way)
+    s, t = _Softmax(inputs, way), _Softmax(teacher, way)
     x, q_ii = inputs.x.to(s.scale.dtype), t.of_positives()
-    target = t.gradients(way, (inputs.x, inputs.y))
-    assert target.row_dot is not None and target.col_dot is not None, "the way needs dots"
+    target = t.gradients((inputs.x, inputs.y), need_dots=True)
+    assert target.row_dot is not None and target.col_dot is not None, "they are needed"
     expected = t.scale * (target.row_dot.sum() + target.col_dot.sum()) - s.scale * (x * target.dx).sum()
     expected += (q_ii * (t.positives - s.positives)).sum()  # of t - s under Q
     loss = s.weight * (s.full_2b - t.full_2b).sum() + expected
-    found, pull = s.gradients(replace(way, need_dots=False)), q_ii - s.of_positives()
+    found, pull = s.gradients(), q_ii - s.of_positives()
     dx, dy = found.dx.sub_(target.dx), found.dy.sub_(target.dy)
     # L is a function of alpha*x, so alpha * dL/d(alpha) = sum_i <x_i, dL/dx_i>.
     d_alpha = (x * dx).sum() - (pull * s.positives).sum() / s.scale

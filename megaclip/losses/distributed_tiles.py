@@ -44,7 +44,7 @@ class BatchGrads(NamedTuple):
 
     dx: Tensor  # (b, D)
     dy: Tensor  # (b, D)
-    row_dot: Tensor | None  # (b,); None unless the way needs dots
+    row_dot: Tensor | None  # (b,); None unless they are needed
     col_dot: Tensor | None  # (b,)
 
 
@@ -114,7 +114,9 @@ class DistributedTiles:
         assert row_lse is not None, "there is at least one block"
         return row_lse, columns.home()[0]
 
-    def grads(self, row: Terms, col: Terms, values: tuple[Tensor, Tensor] | None = None) -> BatchGrads:
+    def grads(
+        self, row: Terms, col: Terms, values: tuple[Tensor, Tensor] | None = None, *, need_dots: bool = False
+    ) -> BatchGrads:
         """Return the gradient tile summed over the whole batch, for this rank's rows and columns.
 
         With `P_ij` of `megaclip.ops.tiles.tile_grads`: `dx_i = sum over all j != i of P_ij y_j` and `dy_j = sum over
@@ -129,7 +131,7 @@ class DistributedTiles:
             y_all = None
 
         def tile(x: Tensor, y: Tensor, row: Sequence[Scalars], col: Sequence[Scalars], **options: Any) -> _Gradients:
-            options["need_dots"] = self._way.need_dots
+            options["need_dots"] = need_dots
             if values is not None:
                 options["values"] = x[:, width:], y[:, width:]
                 x, y = x[:, :width], y[:, :width]

@@ -190,8 +190,8 @@ class FastClipLoss(BatchLoss):
         with raise_on_all_ranks(group=ranks):
             _check_arguments(image_features, ids, epoch)
         ticket = ids if isinstance(ids, Ticket) else self.state.fetch(ids)
-        named: dict[str, Any] = {"settings": self.settings, "tiles": self.tiles, "need_dots": self.individual}
-        way = make_way(image_features, ranks=ranks, cost=LOSS_COSTS[self.settings.variant], **named)
+        cost = LOSS_COSTS[self.settings.variant]
+        way = make_way(image_features, ranks=ranks, settings=self.settings, tiles=self.tiles, cost=cost)
         gamma = inner_rate(
             self.gamma_schedule,
             math.floor(epoch) if self.settings.gamma_per == "epoch" else epoch,

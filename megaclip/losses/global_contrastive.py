@@ -93,7 +93,7 @@ class GlobalContrastive(torch.autograd.Function):
         shift = log_eps_u + math.log(batch - 1)
         row = Terms(1 / tau_x, shift[:, 0] + s_ii / tau_x, row_weight)
         col = Terms(1 / tau_y, shift[:, 1] + s_ii / tau_y, col_weight)
-        negatives = DistributedTiles(x, y, way, y_all=y_all).grads(row, col)
+        negatives = DistributedTiles(x, y, way, y_all=y_all).grads(row, col, need_dots=step.rule.individual)
 
         ratio = torch.exp(log_g - log_eps_u)  # g/(eps+u)
         pull = row_weight * ratio[:, 0] + col_weight * ratio[:, 1]
@@ -104,7 +104,7 @@ class GlobalContrastive(torch.autograd.Function):
         step.ran_backward, step.d_loss = True, d_loss
         if step.rule.individual:
             # sum_j exp((s_ij - s_ii)/tau_i) (s_ij - s_ii) / ((B-1)(eps+u_i)), both sides.
-            assert negatives.row_dot is not None and negatives.col_dot is not None, "the way has them"
+            assert negatives.row_dot is not None and negatives.col_dot is not None, "they are needed"
             spread_x = negatives.row_dot / row_weight - s_ii * ratio[:, 0]
             spread_y = negatives.col_dot / col_weight - s_ii * ratio[:, 1]
             through_g = torch.stack([-spread_x / tau_x, -spread_y / tau_y], dim=1)

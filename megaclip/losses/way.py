@@ -55,8 +55,6 @@ class Way:
     reduction: str
     """"feature" or "scalar"."""
     tiles: TileOptions
-    need_dots: bool = True
-    """True if the tiles return row_dot and col_dot, which only per-sample temperatures need."""
     payload: torch.dtype | None = None
     """Dtype in which ranks exchange features and their gradients. None: features keep theirs, gradients are float32."""
     negatives: int = 0
@@ -90,13 +88,12 @@ def make_way(
     settings: LossSettings,
     tiles: TileOptions,
     cost: LossCost,
-    need_dots: bool = False,
     negatives: int = 0,
 ) -> Way:
     """Return the way of local features (b, D) on each of `ranks`; log once how "auto" was resolved.
 
     settings: those of a loss; ids="mask" and "positive" change its cost, as do the negatives that each rank sends.
-    cost: costs of this loss. need_dots: as in `Way`.
+    cost: costs of this loss.
     """
     exchange, reduction, payload = settings.exchange, settings.reduction, PAYLOADS[settings.payload]
     ranks = by_node(ranks)
@@ -127,7 +124,7 @@ def make_way(
     if exchange == "ring" and isinstance(ranks, NodeGroup):
         inside = f"inside each of {ranks.outer.size} hosts, and " if ranks.inner.size > 1 else ""
         log_once(_logger.info, f"ring: {inside}from host to host")
-    return Way(ranks, exchange, reduction, tiles, need_dots, payload, negatives)
+    return Way(ranks, exchange, reduction, tiles, payload, negatives)
 
 
 def choose_way(
