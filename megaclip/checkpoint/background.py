@@ -19,9 +19,7 @@ Not used:
 """
 
 import copy
-import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,6 +33,10 @@ from megaclip.checkpoint.deepspeed_files import CheckedFiles
 from megaclip.checkpoint.store import Target
 from megaclip.comm.collectives import gather_integers, gather_objects
 from megaclip.errors import CheckpointError, first_line
+from megaclip.logging import get_logger
+from megaclip.threads import in_thread
+
+logger = get_logger(__name__)
 
 
 class HostCopies:
@@ -127,15 +129,6 @@ class _Save:
     started: float = field(default_factory=time.monotonic)
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint that has become complete."""
-
-    tag: str
-    seconds: float
-    """Seconds from the end of the copy until all ranks know that the checkpoint is complete."""
-
-
 class BackgroundSaves:
     """The saves of one run, at most one at a time. All ranks must call each method together, in the main thread."""
 
@@ -153,46 +146,32 @@ class BackgroundSaves:
         assert self._save is None, "call finish first"
         files = CopiedFiles(self._copies)
         store.write_rank(engine, target, loss_state, files)
-        self._save = _Save(target, _in_thread(lambda: store.finish_rank(target, files)))
+        self._save = _Save(target, in_thread(lambda: store.finish_rank(target, files), "checkpoint"))
 
-    def poll(self) -> Saved | None:
-        """Return the checkpoint that has become complete since the last call, or None.
+    def poll(self) -> bool:
+        """Return whether a checkpoint has become complete since the last call, and log it.
 
         Raises CheckpointError on every rank, if any rank cannot write. `latest` still names the previous checkpoint.
         """
         save = self._save
         if save is None or not all(done for (done,) in gather_integers([int(save.job.done())])):
-            return None
+            return False
         self._save, written = None, {}
         with store.writing(save.target.folder):
             written = save.job.result()
         if save.publishes:
-            return Saved(save.target.tag, time.monotonic() - save.started)
+            logger.info("saved %s: complete %.1f s after its copy", save.target.tag, time.monotonic() - save.started)
+            return True
         records = store.join(gather_objects(written))
-        self._save = replace(save, job=_in_thread(lambda: store.publish(save.target, records)), publishes=True)
-        return None
+        job = in_thread(lambda: store.publish(save.target, records), "checkpoint")
+        self._save = replace(save, job=job, publishes=True)
+        return False
 
-    def finish(self) -> Saved | None:
-        """Wait until no save is in flight; return the checkpoint that has become complete, or None. Raises as `poll`.
+    def finish(self) -> None:
+        """Wait until no save is in flight. Raises as `poll`.
 
         The main thread waits, so an interrupted run keeps the checkpoint in flight.
         """
         while self._save is not None:
             wait([self._save.job])
-            if (saved := self.poll()) is not None:
-                return saved
-        return None
-
-
-def _in_thread(work: Callable[[], Any]) -> Future[Any]:
-    """Run `work` in a new daemon thread; return a future of its result."""
-    result: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:  # raised again by the main thread, on all ranks
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return result
+            self.poll()

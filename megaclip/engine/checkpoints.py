@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from megaclip.checkpoint import store
-from megaclip.checkpoint.background import BackgroundSaves, Saved
+from megaclip.checkpoint.background import BackgroundSaves
 from megaclip.checkpoint.durable import read_text
 from megaclip.checkpoint.search import TAG_PATTERN, run_of, step_of, tag_of
 from megaclip.config import TrainArguments
@@ -116,11 +116,11 @@ class Checkpoints:
 
     def poll(self) -> None:
         """Log the save in flight if it is complete. Call it between two steps."""
-        _log_completed(self._background.poll())
+        self._background.poll()
 
     def finish(self) -> None:
         """Wait for the save in flight."""
-        _log_completed(self._background.finish())
+        self._background.finish()
 
     def finish_before_failing(self) -> None:
         """Wait for the save in flight, and log its error: another error is about to end the run."""
@@ -138,11 +138,6 @@ class Checkpoints:
         if pause > _LONG_PAUSE_S and share > _LONG_SHARE and not self._trainer.arguments.async_save:
             advice = "; --async-save writes while training continues"
         return f"training waited {pause:.2f} s, {share:.1%} of the {interval:.3g} s since the previous save{advice}"
-
-
-def _log_completed(saved: Saved | None) -> None:
-    if saved is not None:
-        logger.info("saved %s: complete %.1f s after its copy", saved.tag, saved.seconds)
 
 
 FILE = "best_checkpoint.json"
