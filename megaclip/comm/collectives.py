@@ -158,7 +158,8 @@ def raise_on_all_ranks(*, group: Any = None) -> Iterator[None]:
     if any(flag for (flag,) in failed):
         sent: Any = None if error is None else f"{type(error).__name__}: {error}"
         if isinstance(error, errors.MegaclipError):
-            sent = type(error)(*error.args)
+            # A class of the user's code, or its arguments, may not be readable on the other ranks.
+            sent = getattr(errors, type(error).__name__, errors.MegaclipError)(str(error))
             sent.is_temporary = errors.is_temporary(error)
         received = gather_objects(sent, group=ranks)
         if error is not None and not isinstance(error, errors.MegaclipError):

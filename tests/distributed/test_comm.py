@@ -138,6 +138,20 @@ def check_an_error_of_one_rank(group: Any = None) -> None:
         assert isinstance(raised, errors.MegaclipError) and errors.is_temporary(raised) == (error is failed)
 
 
+class OwnError(errors.DataError):
+    """An error of a user's objective, whose arguments are not its message and cannot be pickled."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        super().__init__(f"{name} is wrong")
+        self.value = value
+
+
+def check_a_users_own_error(group: Any = None) -> None:
+    """Check that all ranks raise a plain error with its message: no rank waits for one that cannot be sent."""
+    raised = raised_on_all_ranks(fail_on({group_size(group) - 1}, OwnError("x", lambda: None), group), group)
+    assert (type(raised), str(raised)) == (errors.MegaclipError, "x is wrong")
+
+
 def check_errors_of_several_ranks(group: Any = None) -> None:
     """Check that all ranks raise the error of the lowest failing rank."""
     rank, size = group_rank(group), group_size(group)
@@ -174,6 +188,7 @@ def check_everything(group: Any = None) -> None:
     check_wait_for_all_ranks(group)
     assert raised_on_all_ranks(lambda: None, group) is None
     check_an_error_of_one_rank(group)
+    check_a_users_own_error(group)
     check_errors_of_several_ranks(group)
     check_a_bug_of_one_rank(group)
     check_a_bug_beside_a_users_error(group)
