@@ -346,7 +346,8 @@ def zero(
     section: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0, **(settings or {})}
     if offload:
         section[offload] = {"device": "cpu"}
-    adam = {"type": "AdamW", "params": {"lr": 0.0} if offload else {"lr": 0.0, "torch_adam": True}}
+    own = offload == "offload_optimizer"  # else FusedAdam, which takes minutes to compile
+    adam = {"type": "AdamW", "params": {"lr": 0.0} if own else {"lr": 0.0, "torch_adam": True}}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,
