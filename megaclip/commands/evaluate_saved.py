@@ -32,7 +32,6 @@ from megaclip.evaluation import Evaluation, Evaluator, ModelEncoder, example_pic
 from megaclip.evaluation.suite import DATACOMP_TASKS, Task, find_tasks, open_task, score_task
 from megaclip.files import write_atomically
 from megaclip.logging import format_count
-from megaclip.models.lora import checksum_of
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _FORMAT = 1
@@ -145,9 +144,8 @@ def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, evaluator: 
         tasks = find_tasks(arguments.suite)
         counted = [task for task in tasks if task.is_counted]
         if group_rank() == 0 and arguments.json is not None:
-            weights, description = checksum_of(model.model.state_dict()), model.model.config
-            settings = _FORMAT, arguments.precision, arguments.probe, model.transform, model.tokenizer.identity
-            checksums = {task.key: _checksum(task, f"{weights} {description} {settings}") for task in counted}
+            of_model = _model_checksum(model, f"{arguments.precision}, probe: {arguments.probe}")
+            checksums = {task.key: _checksum(task, of_model) for task in counted}
             lines = _kept(arguments.json, checksums)
     require_equal({"--suite": f"tasks {', '.join(task.key for task in tasks)}"})
     lines, errors = gather_objects(lines)[0], dict[str, str]()
@@ -188,8 +186,18 @@ def evaluate_suite(arguments: argparse.Namespace, model: SavedModel, evaluator: 
         raise failure
 
 
+def _model_checksum(model: SavedModel, settings: str) -> str:
+    """Return a checksum of the weights, their description, the preprocessing, the tokenizer and the settings."""
+    facts = _FORMAT, settings, model.model.config, model.transform, model.tokenizer.identity
+    sums = hashlib.sha256(repr(facts).encode())
+    for name, value in model.model.state_dict().items():
+        sums.update(name.encode())
+        sums.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return sums.hexdigest()
+
+
 def _checksum(task: Task, model: str) -> str:
-    """Return a checksum of a description of the model, and of the names, sizes and times of the files of a task."""
+    """Return a checksum of the model and of the names, sizes and times of the files of a task."""
     sums = hashlib.sha256(model.encode())
     for place, folders, files in os.walk(task.folder, followlinks=True):
         folders[:] = sorted(folder for folder in folders if folder != INDEX_FOLDER)

@@ -198,6 +198,7 @@ def _probe(
             f"{task.folder}: the train split has {len(features)} readable images of {len(rows[:, 1].unique())} "
             f"classes; --probe requires {HELD_OUT} images of 2 classes or more"
         )
+    lost = {f"{kind}, in the train split": count for kind, count in count_bad_samples(loader).items()}
     arguments = features, rows[:, 1], test, len(data.class_names)
     labels, (linear, strength) = test_rows[:, 1].cpu().numpy(), linear_probe(*arguments)
     recalls = [float(np.mean((linear == label)[labels == label])) for label in np.unique(labels)]
@@ -207,7 +208,7 @@ def _probe(
         "lp_C": strength,
         "knn_acc1": float(np.mean(nearest_neighbours(*arguments) == labels)),
     }
-    return metrics, {f"{kind}, in the train split": count for kind, count in count_bad_samples(loader).items()}
+    return metrics, lost
 
 
 def _items(evaluator: Evaluator, data: ItemSet, batches: Iterable[Any]) -> tuple[Metrics, int]:
