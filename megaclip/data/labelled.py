@@ -217,7 +217,7 @@ def _copied_texts(url: str) -> tuple[Path, list[RemoteFile]]:
         if not isinstance(error.__cause__, FileNotFoundError):
             raise
         shards = find_files(f"{url}/test/*.tar")
-    return texts[0].parent, sorted(shards, key=lambda shard: _parts(shard.name))
+    return texts[0].parent, sorted(shards, key=lambda shard: (_parts(shard.name), shard.name))
 
 
 def split_names(folder: Path) -> set[str]:
@@ -238,7 +238,7 @@ def split_shards(folder: Path, split: str | None = None) -> list[Path]:
     places = [folder / split] if split == "train" else [folder, folder / "test"]
     for place in places:
         counts = text_lines(place / SHARD_COUNT_FILE)
-        if shards := sorted(place.glob("[!.]*.tar"), key=lambda path: _parts(path.name)):
+        if shards := sorted(place.glob("[!.]*.tar"), key=lambda path: (_parts(path.name), path.name)):
             if counts and counts[0] != str(len(shards)):
                 raise DataError(
                     f"{place / SHARD_COUNT_FILE} specifies {counts[0][:20]!r} shards, found {len(shards)}; download "

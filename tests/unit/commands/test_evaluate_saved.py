@@ -1,6 +1,7 @@
 """`megaclip evaluate --suite` on one process: resume, broken sets, the table. distributed: scores of all kinds."""
 
 import json
+import os
 import shutil
 from argparse import Namespace
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 
 from megaclip.commands import evaluate_saved as command
 from megaclip.data import ImageTransform
+from megaclip.data.labelled import split_shards
 from megaclip.errors import REFUSED_EXIT_CODE, ConfigError, DataError
 from megaclip.evaluation import Evaluator
 from megaclip.evaluation.suite import Task
@@ -103,6 +105,18 @@ def test_only_tasks_whose_data_or_model_has_changed_are_evaluated_again(
     )
 
 
+def test_checksums_are_those_of_earlier_versions(tmp_path: Path) -> None:
+    """A results file of an earlier version is resumed from."""
+    (tmp_path / "0.tar").write_bytes(b"a shard")
+    os.utime(tmp_path / "0.tar", ns=(0, 10**18))
+    weights = SimpleNamespace(
+        config="a config", state_dict=lambda: {"b": torch.ones(2).bfloat16(), "a": torch.ones(())}
+    )
+    model = SimpleNamespace(model=weights, transform=ImageTransform(8), tokenizer=SimpleNamespace(identity="clip"))
+    of_model = command._model_checksum(model, "bf16, probe: False")  # type: ignore[arg-type]
+    assert command._checksum(Task("key", tmp_path), of_model) == "e2c3cf5b6289af8e"
+
+
 def test_results_are_as_datacomp_writes_and_reads_them(suite: Path, tmp_path: Path) -> None:
     """The keys that its aggregation reads, with numbers or null."""
     run(suite, tmp_path / "results.jsonl")
@@ -138,6 +152,14 @@ def test_a_set_with_a_damaged_shard_is_not_evaluated(tmp_path: Path, kind: str, 
     (tmp_path / "test" / "1.tar").write_bytes(b"")
     with pytest.raises(DataError, match=f"{tmp_path}: 1 damaged tar shards, so samples may be missing; download them"):
         command.open_task(Task("key", tmp_path))
+
+
+def test_shards_have_one_order_however_a_disk_lists_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the ranks of several hosts would read other images under the same ids."""
+    names = ["1.tar", "01.tar", "10.tar", "2.tar"]
+    for listed in (names, names[::-1]):
+        monkeypatch.setattr(Path, "glob", lambda folder, _, listed=listed: [folder / name for name in listed])
+        assert [path.name for path in split_shards(tmp_path)] == ["01.tar", "1.tar", "2.tar", "10.tar"]
 
 
 @pytest.mark.parametrize("name", ["wds_cars_test", "winoground"])
