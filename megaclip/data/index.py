@@ -68,7 +68,7 @@ def open_index(
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-        if folder.is_dir() and os.access(folder, os.W_OK):
+        if os.path.isdir(folder) and os.access(folder, os.W_OK):
             break
     else:
         raise DataError(
@@ -96,7 +96,7 @@ def _description(index: Path) -> dict[str, Any] | None:
     kill the process (SIGBUS). A full disk or an interrupted copy leaves such a file.
     """
     path = index.with_suffix(".json")
-    if not path.exists():
+    if not os.path.exists(path):  # pathlib raises an error for a folder that this user may not search
         return None
     try:
         found = json.loads(path.read_text())

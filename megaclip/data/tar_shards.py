@@ -137,7 +137,8 @@ class TarShards:
         if self.remote is not None:
             return self.remote.read(shard, offset, size)
         try:
-            content = os.pread(self._file(shard).fileno(), size, offset)
+            file = self._file(shard)  # stays open until this thread has read it
+            content = os.pread(file.fileno(), size, offset)
         except OSError as error:
             raise BadSample("unreadable shard", f"{key}: {error}") from error
         if len(content) < size:
@@ -145,11 +146,11 @@ class TarShards:
         return content
 
     def _file(self, shard: int) -> io.FileIO:
-        """Return a shard, opened. Above a limit, the least recently used one is closed."""
+        """Return a shard, opened. Above a limit, the least recently used one is closed when no thread reads it."""
         file = self._files.pop(shard, None) or io.FileIO(str(self._paths[shard]))
         self._files[shard] = file
         if len(self._files) > _OPEN_SHARDS:
-            self._files.pop(next(iter(self._files))).close()
+            self._files.pop(next(iter(self._files)), None)
         return file
 
     def _open_index(self, *, by_content: bool) -> tuple[Path, dict[str, Any]]:

@@ -9,6 +9,7 @@ import json
 import lzma
 import multiprocessing
 import os
+import shutil
 import tarfile
 import tempfile
 import time
@@ -224,6 +225,31 @@ def test_an_index_that_cannot_be_written_beside_the_shards_is_in_the_users_cache
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home directory")))
     with pytest.raises(DataError, match=r"index .* to .*shards/\.megaclip; .*set XDG_CACHE_HOME"):
         TarShards([path])
+
+
+def test_a_cache_that_cannot_be_looked_at_is_not_used(tmp_path, monkeypatch):
+    """As the home folder of root for other users: a look into it is an error."""
+    (path,) = write_shards(tmp_path, [2])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("x" * 300)))
+    assert captions(TarShards([path])) == ["caption 0", "caption 1"]
+    shutil.rmtree(tmp_path / ".megaclip")
+    (tmp_path / ".megaclip").write_text("")
+    with pytest.raises(DataError, match=r"index .* cannot be written to .*; make one of these folders writable"):
+        TarShards([path])
+
+
+def test_a_shard_stays_open_while_a_thread_reads_it(tmp_path, monkeypatch):
+    """Between two steps of a read, another thread reads more shards than may be open."""
+    shards, pread = TarShards(write_shards(tmp_path, [1, 1])), os.pread
+    monkeypatch.setattr(tar_shards, "_OPEN_SHARDS", 1)
+
+    def interrupted(*arguments):
+        monkeypatch.setattr(os, "pread", pread)
+        assert shards.read(1).caption == "caption 1"
+        return pread(*arguments)
+
+    monkeypatch.setattr(os, "pread", interrupted)
+    assert shards.read(0).caption == "caption 0"
 
 
 def test_a_full_disk_is_one_error_that_names_the_index(tmp_path, monkeypatch):
