@@ -107,8 +107,8 @@ class _NumberKeys(CaptionKeys):
             return super().decode(content, extension, key)
         try:
             numbers = np.asarray(np.load(io.BytesIO(content), allow_pickle=False), dtype=np.float64).ravel().tolist()
-            if not all(number.is_integer() for number in numbers):
-                raise ValueError("expected whole numbers")
+            if not all(number.is_integer() and abs(number) < 2**53 for number in numbers):  # larger ones are inexact
+                raise ValueError("expected whole numbers of less than 2**53")
         except Exception as error:  # a hostile file may cause any exception of NumPy's parser
             raise BadSample("wrong .npy", f"{key}: {first_line(error)}") from error
         return (" ".join(f"{number:.0f}" for number in numbers),)

@@ -230,7 +230,7 @@ def test_a_broken_set_is_one_line_and_not_fatal(
     assert len(lines_of(tmp_path / "results.jsonl")) == 3
 
 
-@pytest.mark.parametrize("content", [b"", npy([1]), npy(["a"] * 2), npy([1, np.nan])])
+@pytest.mark.parametrize("content", [b"", npy([1]), npy(["a"] * 2), npy([1, np.nan]), npy([1, 1e300])])
 def test_bad_group_labels_are_left_out_and_counted(content: bytes, tmp_path: Path) -> None:
     samples = [{"png": image(row), "cls": b"1", "npy": content if row == 5 else npy([row % 2, 3])} for row in range(9)]
     write_classes(tmp_path / "suite" / "wds_geode_test", samples)
