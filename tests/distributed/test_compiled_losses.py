@@ -134,6 +134,19 @@ class TowersAndLoss(nn.Module):
         return self.loss(*self.towers(images, texts))
 
 
+def step_around(loss: nn.Module, backend: str) -> tuple[nn.Module, Callable[..., Tensor]]:
+    """Return a parallel model and a compiled step: the model, then the loss. DDP's own code breaks the graph."""
+    model = DistributedDataParallel(Towers())
+    torch._dynamo.reset()
+    return model, torch.compile(lambda images, texts: loss(*model(images, texts)), backend=backend)
+
+
+def step_inside(loss: nn.Module, backend: str) -> tuple[nn.Module, Callable[..., Tensor]]:
+    """Return a parallel model that contains towers and loss and is compiled as one graph, and its call."""
+    model = DistributedDataParallel(compiled(TowersAndLoss(loss), backend))
+    return model, model
+
+
 def one_process(loss: nn.Module, x: Tensor, y: Tensor, alpha: Tensor) -> Tensor:
     """Return the loss of the whole batch, in plain PyTorch."""
     logits, labels = alpha * x @ y.T, torch.arange(len(x))
@@ -147,12 +160,13 @@ def data_parallel_steps(backend: str) -> list[str]:
     images, texts = torch.randn(2, 4 * group_size(), 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     mine = [part.chunk(group_size())[group_rank()] for part in (images, texts)]
     found = []
-    for loss in (ClipLoss(), SigLipLoss()):
-        whole, model = Towers(), DistributedDataParallel(compiled(TowersAndLoss(loss), backend))
+    for loss, build in ((ClipLoss(), step_around), (ClipLoss(), step_inside), (SigLipLoss(), step_inside)):
+        whole = Towers()
+        model, step = build(loss, backend)
         optimizers = [torch.optim.SGD(towers.parameters(), lr=0.1) for towers in (whole, model)]
         for number in range(2):
-            what = f"step {number} of {loss}, {backend}"
-            values = one_process(loss, *whole(images, texts)), model(*mine)
+            what = f"step {number} of {build.__name__} {loss}, {backend}"
+            values = one_process(loss, *whole(images, texts)), step(*mine)
             found += exceeded([compare(values[1], values[0], VALUE[torch.float64], what)])
             for value, optimizer in zip(values, optimizers, strict=True):
                 optimizer.zero_grad()
