@@ -147,15 +147,7 @@ def evaluate_pairs(encode: Encode, batches: Iterable[Any]) -> Evaluation:
     batches: this rank's `EvaluationBatch`es of image-caption pairs. Pairs with equal images are one image with several
     captions. Raises DataError if there are no pairs.
     """
-    parts = []
-    for number, batch in enumerate(in_step(batches)):
-        images, texts = _encode_batch(encode, batch)
-        rows = batch.caption_rows + number * len(batch.ids)
-        columns = torch.stack([batch.ids, batch.image_digests, batch.caption_lines], dim=1)
-        parts.append((images, texts, rows.to(images.device), columns.to(images.device)))
-    if not parts:
-        raise DataError("retrieval requires at least one batch of image-caption pairs on every rank, got none")
-    images, texts, row, columns = map(torch.cat, zip(*parts, strict=True))
+    images, texts, row, columns = _encode_pairs(encode, batches)
     pair_ids, digests, lines = columns.T.contiguous()
     if several := int(sum_over_ranks((lines > 1).sum())):
         log_once(
@@ -171,6 +163,20 @@ def evaluate_pairs(encode: Encode, batches: Iterable[Any]) -> Evaluation:
     examples = retrieval_examples(images, texts, image_ids, leading_ids, _EXAMPLES)
     captions = int(sum_over_ranks((text_image_ids != PADDING_ID).sum()))
     return Evaluation(retrieval(images, texts, image_ids, text_image_ids), examples, captions=captions)
+
+
+def _encode_pairs(encode: Encode, batches: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the features of this rank's images (n, D) and captions (m, D), the pair's row of each caption (m,), and
+    [id, digest, lines] of each pair (n, 3). The features of single batches are freed when it returns."""
+    parts = []
+    for number, batch in enumerate(in_step(batches)):
+        images, texts = _encode_batch(encode, batch)
+        rows = batch.caption_rows + number * len(batch.ids)
+        columns = torch.stack([batch.ids, batch.image_digests, batch.caption_lines], dim=1)
+        parts.append((images, texts, rows.to(images.device), columns.to(images.device)))
+    if not parts:
+        raise DataError("retrieval requires at least one batch of image-caption pairs on every rank, got none")
+    return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
 
 
 def first_equal_image(pair_ids: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:
