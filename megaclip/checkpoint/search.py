@@ -78,8 +78,11 @@ def holds_checkpoints(folder: Path) -> bool:
 
 
 def find_latest(folder: Path) -> str | None:
-    """Return the first of `candidates`, None if there is none. Raises CheckpointError if it is not complete."""
-    tag = next(iter(candidates(folder)), None)
+    """Return the first of `candidates`, None if there is none. Raises CheckpointError if it is not complete.
+
+    Manifests are read only if `latest` names no checkpoint: those of many checkpoints take seconds to read.
+    """
+    tag = latest_tag(folder) or next(iter(candidates(folder)), None)
     if tag is not None:
         require_complete(folder, tag)
     return tag

@@ -48,6 +48,13 @@ def test_run_resumed_from_an_earlier_step_keeps_its_own_checkpoint(tmp_path):
     assert_complete(tmp_path, "step_00000002", "second")
 
 
+def test_the_latest_checkpoint_is_found_without_reading_the_manifests_of_the_others(tmp_path, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path, step, keep_last=2)
+    monkeypatch.delattr(search.manifest, "read")
+    assert search.find_latest(tmp_path) == "step_00000002"
+
+
 def test_crash_while_the_latest_is_overwritten_keeps_an_earlier_checkpoint(tmp_path):
     """After --resume from an earlier step, a run may save again at the step that `latest` names."""
     for step in (1, 2, 3, 4):
