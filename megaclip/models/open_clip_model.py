@@ -216,6 +216,14 @@ def _build(config: OpenClipConfig) -> Any:
     description = config.to_open_clip()
     timm_arguments = description["vision_cfg"].pop("timm_model_kwargs", None) or {}
     create_timm = functools.partial(timm.create_model, **timm_arguments)
+    if config.text_cfg.hf_model_name is not None:
+        try:
+            import transformers  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                f"text_cfg.hf_model_name {config.text_cfg.hf_model_name!r} requires transformers, which cannot be "
+                f"imported ({error}); run  pip install 'megaclip[open-clip]'"
+            ) from None
     # CustomTextCLIP also builds the towers of open_clip's class CLIP, whose text tower has no module of its own.
     build = package.CustomTextCLIP
     if config.has_decoder:

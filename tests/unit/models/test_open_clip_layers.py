@@ -1,6 +1,7 @@
 """Layer groups, locks and activation checkpointing of every kind of tower, which name their layers differently."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -47,3 +48,10 @@ def test_patch_dropout_works_or_names_its_setting(name, tmp_path):
         return
     first, second = (model.visual(images) for _ in range(2))
     assert (first != second).any()
+
+
+def test_a_missing_transformers_is_named_with_what_installs_it(tmp_path, monkeypatch):
+    config = family("roberta", tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"requires transformers, .*pip install 'megaclip\[open-clip\]'"):
+        build_model(config)
