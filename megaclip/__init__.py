@@ -2,14 +2,15 @@
 
 `import megaclip` does not import PyTorch or DeepSpeed. The first use of `ClipLoss`, `SigLipLoss` or `FastClipLoss`
 imports `megaclip.losses`, which imports both and registers the tile operations with them. `GradientCache` and `Encoded`
-are those of `megaclip.cache`.
+are those of `megaclip.cache.gradient_cache`.
 """
 
+import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megaclip.cache import Encoded, GradientCache
+    from megaclip.cache.gradient_cache import Encoded, GradientCache
     from megaclip.losses import ClipLoss, FastClipLoss, SigLipLoss
 
 __version__ = "0.1.0"
@@ -26,9 +27,8 @@ They are read now because the launcher may end while a rank imports PyTorch, whi
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megaclip import cache, losses
-
-    return getattr(cache if name in cache.__all__ else losses, name)
+    module = "cache.gradient_cache" if name in ("Encoded", "GradientCache") else "losses"
+    return getattr(importlib.import_module(f"megaclip.{module}"), name)
 
 
 def __dir__() -> list[str]:

@@ -5,8 +5,6 @@
 - `engines`: one reduction of parameter gradients per step in plain PyTorch, DDP, FSDP2 and DeepSpeed.
 - `inputs`: divides inputs of any structure into chunks, by samples or by tokens.
 - `kept_graphs`: the number of graphs that fit into free memory.
+
+A run imports the modules it needs. `gradient_cache` and `engines` import FSDP2, which takes half a second.
 """
-
-from megaclip.cache.gradient_cache import Encoded, GradientCache
-
-__all__ = ["Encoded", "GradientCache"]
