@@ -2,13 +2,8 @@
 
 The kernels of cuDNN and FlashAttention are made for long sequences: their tiles have many rows that a short sequence
 does not fill, and their backward passes add up the gradient of the queries in float32 in device memory. The kernels of
-`attention_triton.py` have neither. Forward and backward on an H100, bfloat16, heads of 64 channels, in ms (* causal;
-`python tools/bench_towers.py attention` measures every shape):
-
-    samples x heads x tokens     1024x8x16*  1024x8x32*  1024x8x77*  1024x12x50  1024x12x197  256x16x257
-    Triton                             0.36        0.30        0.77        0.59         2.72        1.43
-    cuDNN                              0.63        0.73        0.98        1.15         3.56        2.05
-    memory-efficient                   0.42        0.48        1.07        0.71
+`attention_triton.py` have neither. Their times beside those of the libraries are in docs/performance.md, "Attention and
+products".
 
 Shapes: b batch, L tokens, H heads, K channels per head.
 """

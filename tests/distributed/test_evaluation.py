@@ -170,7 +170,7 @@ def check_zero_shot(class_count: int, image_count: int) -> None:
     weights /= np.linalg.norm(weights, axis=1, keepdims=True)
     features = (weights[labels] + 1.5 * unit_features(generator, image_count, DIM)).astype(np.float32)
     data = SimpleNamespace(class_names=[str(index) for index in range(class_count)], templates=templates)
-    prompts = Evaluator(model, None, tokenizer, 1, 0, text_batch_size=4).class_weights(data)  # type: ignore[arg-type]
+    prompts = Evaluator(model, None, tokenizer, 1, 0, text_batch_size=4).class_weights(data)  # type: ignore[arg-type]  # no transform
     with mock.patch.object(ranking, "TILE_BUDGET_MIB", TINY_MIB):
         found = classify(image_features(model, local_batches(features, labels)), prompts)
     ranks = ranks_by_sorting(features.astype(np.float64) @ weights.T, np.arange(class_count) == labels[:, None])
@@ -280,7 +280,7 @@ def check_zero_3(pool_type: str) -> None:
     model.text.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].shape[1]))
     encode = ModelEncoder(engine, torch.Tensor.to, device=torch.device("cpu"), cut_captions=model.cut_captions)
     data = SimpleNamespace(class_names=["a", "bb", "cccc"], templates=["{c}", "{c}!"])
-    weights = Evaluator(encode, None, length_tokens, 1, 0).class_weights(data)  # type: ignore[arg-type]
+    weights = Evaluator(encode, None, length_tokens, 1, 0).class_weights(data)  # type: ignore[arg-type]  # no transform
     found = classify(image_features(encode, batches), weights)
     np.testing.assert_array_equal(found.ranks, ranks)
     assert evaluate_pairs(encode, batches).metrics == pytest.approx(expected)

@@ -56,7 +56,7 @@ def encoded_batches(folder: Path, model: Any = MODEL) -> int:
         feature_cache=str(folder / "cache"), workers=0, max_bad_fraction=0, image_key=None, caption_key=None,
         image_root=None,
     )  # fmt: skip
-    feature_cache.cached_features(engine, inputs, arguments)  # type: ignore[arg-type]
+    feature_cache.cached_features(engine, inputs, arguments)  # type: ignore[arg-type]  # stand-ins
     return engine.calls
 
 

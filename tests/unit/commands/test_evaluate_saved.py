@@ -113,7 +113,7 @@ def test_checksums_are_those_of_earlier_versions(tmp_path: Path) -> None:
         config="a config", state_dict=lambda: {"b": torch.ones(2).bfloat16(), "a": torch.ones(())}
     )
     model = SimpleNamespace(model=weights, transform=ImageTransform(8), tokenizer=SimpleNamespace(identity="clip"))
-    of_model = command._model_checksum(model, "bf16, probe: False")  # type: ignore[arg-type]
+    of_model = command._model_checksum(model, "bf16, probe: False")  # type: ignore[arg-type]  # a stand-in
     assert command._checksum(Task("key", tmp_path), of_model) == "e2c3cf5b6289af8e"
 
 

@@ -51,8 +51,8 @@ def oracle_weights(model: ToyModel, names: list[str]) -> np.ndarray:
 @pytest.mark.parametrize("prompt_batch_size", [1, 7, 256])
 def test_class_weights_are_the_mean_of_unit_prompts(prompt_batch_size: int) -> None:
     model, names = ToyModel(), [f"class {index}" for index in range(11)]
-    evaluator = Evaluator(model, None, model.tokenizer, 1, 0, text_batch_size=prompt_batch_size)  # type: ignore[arg-type]
-    weights = evaluator.class_weights(SimpleNamespace(class_names=names, templates=TEMPLATES))  # type: ignore[arg-type]
+    evaluator = Evaluator(model, None, model.tokenizer, 1, 0, text_batch_size=prompt_batch_size)  # type: ignore[arg-type]  # no images
+    weights = evaluator.class_weights(SimpleNamespace(class_names=names, templates=TEMPLATES))  # type: ignore[arg-type]  # no data
     assert_close(weights, oracle_weights(model, names), CLASS_WEIGHTS)
     assert max(size for _, size in model.calls) <= prompt_batch_size
 
