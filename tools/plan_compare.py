@@ -86,7 +86,7 @@ def _compare_row(row: dict[str, Any], cluster: Cluster) -> int:
     name += " offload" if workload.offloads_optimizer else ""
     name += f" tensor-parallel size {workload.tensor_ranks}" if workload.tensor_ranks > 1 else ""
     kept = sum(workload.kept)
-    name += f" keep {kept}" if kept and workload.backward_passes > 1 else ""
+    name += f" keep {kept}" if kept and not workload.one_chunk_each else ""
     name += " (first step)" if row.get("first_step", len(row.get("losses") or "..") == 1) else ""
     sizes = f"{format_bytes(plan.gpu_peak):>10}{format_bytes(measured):>10}{ratio:7.3f}"
     taken = row["step_s"] or float("nan")

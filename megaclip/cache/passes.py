@@ -88,10 +88,13 @@ class ChunkSource(Protocol):
 
 
 class Passes:
-    """The passes of one step. An encoder's gradients accumulate in the order of its chunks if its sources are equal."""
+    """The passes of one step. An encoder's gradients accumulate in the order of its chunks if its sources are equal.
 
-    def __init__(self, sources: Sequence[ChunkSource], engine: PassEngine) -> None:
-        self._sources, self._engine = sources, engine
+    in_order: the kept graphs of the first source are back-propagated first, not those of the last source.
+    """
+
+    def __init__(self, sources: Sequence[ChunkSource], engine: PassEngine, *, in_order: bool = False) -> None:
+        self._sources, self._engine, self._in_order = sources, engine, in_order
         self._graphs: dict[tuple[ChunkSource, int], tuple[Outputs, Any]] = {}
 
     @property
@@ -100,8 +103,12 @@ class Passes:
 
     @property
     def order(self) -> list[tuple[ChunkSource, int]]:
-        """The backward passes in their order. The kept graphs of the last source come first."""
-        return [(source, chunk) for source in reversed(self._trained) for chunk in range(source.kept)] + self.repeated
+        """The backward passes in their order. The kept graphs come first."""
+        return [(source, chunk) for source in self._with_kept for chunk in range(source.kept)] + self.repeated
+
+    @property
+    def _with_kept(self) -> list[ChunkSource]:
+        return self._trained if self._in_order else self._trained[::-1]
 
     @property
     def repeated(self) -> list[tuple[ChunkSource, int]]:
@@ -149,7 +156,7 @@ class Passes:
 
     def _with_graphs(self) -> Iterator[tuple[ChunkSource, int, Outputs]]:
         """Yield each pass of `order` with its outputs."""
-        for source in reversed(self._trained):
+        for source in self._with_kept:
             for chunk in range(source.kept):
                 source.resume(chunk)
                 outputs, state = self._graphs.pop((source, chunk))

@@ -148,8 +148,8 @@ def keep_more_graphs(plan: MemoryPlan) -> MemoryPlan:
 
 def _reason_for_graphs(plan: MemoryPlan, setting: int | str, cluster: Cluster) -> str:
     """Return the reason for the number of kept graphs. setting: megaclip.keep_graphs."""
-    if plan.workload.backward_passes == 1:
-        return "a step has one backward pass"
+    if plan.workload.one_chunk_each:
+        return "each trained tower has one chunk"
     if plan.graph_bytes:
         image, text = graph_bytes(plan.workload)
         return (

@@ -183,12 +183,18 @@ class Trainer:
         set_learning_rate(self.engine, learning_rate)
         loss, gradient_norm, updated = torch.tensor(math.nan), math.nan, False
         waited_s, began = store.waited_s, time.monotonic()
-        log_scale = self.logit_scale.read() if self.loss.own is None else self.loss.own.log_scale.detach().clone()
-        scale, terms = _to_host(log_scale.exp()), dict[str, torch.Tensor]()
+        scale, terms = torch.full((1,), math.nan), dict[str, torch.Tensor]()
+
+        def read_scalars() -> list[torch.Tensor]:
+            nonlocal scale
+            log_scale = self.logit_scale.read() if self.loss.own is None else self.loss.own.log_scale.detach().clone()
+            scale = _to_host(log_scale.exp())
+            return [log_scale] if self.logit_bias is None else [log_scale, self.logit_bias.read()]
+
         try:
             # The forward passes change the statistics before the step is known to be good.
             with restored(running_statistics(self.engine.module), only_on_failure=True):
-                loss = self._accumulate(store, log_scale, terms)
+                loss = self._accumulate(store, read_scalars, terms)
                 store.look_ahead()
                 gradient_norm = update(self.engine, self.step, loss)
             if (own_loss := self.loss.own) is not None:
@@ -219,10 +225,12 @@ class Trainer:
             terms={name: float(value) for name, value in terms.items()},
         )
 
-    def _accumulate(self, store: StepStore, log_scale: torch.Tensor, terms: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _accumulate(
+        self, store: StepStore, read_scalars: Callable[[], list[torch.Tensor]], terms: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
         """Leave the gradients of the step in the engine and return its loss, as `_to_host` does.
 
-        log_scale: (1,), the logarithm of the logit scale. terms: receives those of the loss, from `_to_host` too.
+        read_scalars: see `accumulate_gradients`. terms: receives those of the loss, from `_to_host` too.
         """
         section, planned = self.config.megaclip, self.memory_plan.workload.megaclip
         with report_compilation(section.compile, self.step + 1) if planned.compile else nullcontext():
@@ -230,9 +238,8 @@ class Trainer:
                 self.engine,
                 self.loss.bind(store.ids, self.length.epoch_at(self.step), store.pair_ids),
                 store,
-                log_scale,
+                read_scalars,
                 RandomState(self.arguments.seed, self.step, self._replica),
-                logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
                 coalesce=section.coalesce_gradient_reduction,
                 kept=self.memory_plan.workload.kept,
                 accumulation_dtype=torch.bfloat16 if self.config.accumulates_in_bf16 else torch.float32,

@@ -262,7 +262,13 @@ class DualEncoder(nn.Module, abc.ABC):
 
     def statistics(self, tower: nn.Module) -> list[torch.Tensor]:
         """Return the buffers of a tower's batch norms, which its forward passes in training change."""
-        return [buffer for module in tower.modules() if isinstance(module, _BatchNorm) for buffer in module.buffers()]
+        return [buffer for norm in self._batch_norms[tower] for buffer in norm.buffers()]
+
+    @functools.cached_property
+    def _batch_norms(self) -> dict[nn.Module, list[_BatchNorm]]:
+        """Batch norms of each tower. To look for them takes half a millisecond, while the GPU waits for a step."""
+        towers = self.visual, self.text
+        return {tower: [part for part in tower.modules() if isinstance(part, _BatchNorm)] for tower in towers}
 
     def no_weight_decay_names(self) -> set[str]:
         """Return the names of the parameters that open_clip trains without weight decay: vectors, norms and biases."""

@@ -4,8 +4,8 @@ A step has the phases of the gradient cache (`megaclip.step.gradient_cache`):
 
 1. each tower forward, chunk by chunk: some chunks with their graph, which is kept, the others without;
 2. the loss over all embeddings;
-3. each tower backward: first the kept graphs, those of the text tower before those of the image tower, then the other
-   chunks, which are encoded again;
+3. each tower backward: first the kept graphs, those of the text tower before those of the image tower (after them if
+   each tower has one chunk and passes of its own), then the other chunks, which are encoded again;
 4. the reduction of the last gradients, and the optimizer's step.
 
 The sizes of the phases do not depend on the batch, except the loss, the embeddings, their gradients and the kept
@@ -172,6 +172,7 @@ def step_phases(workload: Workload) -> Phases:
     states = states_of(workload)
     image_graphs, text_graphs = (work.kept * _graph_bytes(work) for work in (image, text))
     is_first = text_first((image.chunks, text.chunks), (bool(image.trained), bool(text.trained)))
+    in_order = workload.one_chunk_each and not workload.encodes_together and not workload.pairs
     return Phases(
         image_tower_forward=_forward_phase(image, 0.0, 2 if is_first else 1),
         text_tower_forward=_forward_phase(text, 0.0 if is_first else image_graphs, 1 if is_first else 2),
@@ -183,8 +184,8 @@ def step_phases(workload: Workload) -> Phases:
             if workload.encodes_together or workload.pairs
             else 0.0,
         ),
-        image_tower_backward=_backward_phase(image, states, image_graphs),
-        text_tower_backward=_backward_phase(text, states, image_graphs + text_graphs),
+        image_tower_backward=_backward_phase(image, states, image_graphs + text_graphs * in_order, not in_order),
+        text_tower_backward=_backward_phase(text, states, image_graphs * (not in_order) + text_graphs, in_order),
         gradient_reduction=Phase(
             gradients=gradient_bytes(workload, workload.trained),
             reduce_bucket=states.bucket,
@@ -231,17 +232,18 @@ def _data_chunks(work: TowerWork) -> float:
     return 2 * work.micro_batch * (workload.caption_bytes if work.is_text else workload.image_bytes)
 
 
-def _backward_phase(work: TowerWork, states: States, kept: float) -> Phase | None:
+def _backward_phase(work: TowerWork, states: States, kept: float, after_other: bool) -> Phase | None:
     """Return the largest phase of a tower's backward passes, over its kept graphs and over chunks encoded again; None
     if the tower is not trained.
 
-    kept: bytes of the graphs that are held when the first of its kept graphs is back-propagated.
+    kept: bytes of the graphs that are held when the first of its kept graphs is back-propagated. after_other: the kept
+    graphs of the other tower have been back-propagated before.
     """
     workload = work.workload
     if not work.trained:
         return None
     image, text = tower_work(workload)
-    several = workload.backward_passes > 1
+    several = not workload.one_chunk_each
     activations = work.micro_batch * work.costs.backward_peak + _logit_bytes(work)
     offloads = workload.megaclip.embeddings_offload
 
@@ -264,7 +266,7 @@ def _backward_phase(work: TowerWork, states: States, kept: float) -> Phase | Non
     phases: list[Phase] = []
     if work.kept:
         beyond_graph = max(0.0, _positions_share(work) * activations - _graph_bytes(work))
-        beside = phase(not work.is_text and text.kept > 0)
+        beside = phase(after_other and (image if work.is_text else text).kept > 0)
         phases.append(replace(beside, kept_graphs=kept, activations=beyond_graph))
     if work.encoded_again:
         beside = phase(image.trained > 0 if work.is_text else text.kept > 0)

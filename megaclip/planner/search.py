@@ -140,7 +140,7 @@ def _alternatives(workload: Workload, cluster: Cluster) -> Iterator[tuple[str, f
         for one in sorted(sizes, key=lambda one: one.plan.workload.batch.micro_batch != ranks * batch.micro_batch):
             size = one.plan.workload.batch.micro_batch
             other_chunks = "" if size == ranks * batch.micro_batch else f", train_micro_batch_size_per_gpu {size}"
-            passes = {each.backward_passes == 1 for each in (workload, one.plan.workload)}  # one pass keeps its graphs
+            passes = {each.one_chunk_each for each in (workload, one.plan.workload)}  # which keeps all graphs
             if not one.plan.refusals and len(passes) == 1:
                 changed = (settings + other_chunks).removeprefix(", ")
                 yield f"ZeRO-{stage}" + (f" ({changed})" if changed else ""), one.seconds
@@ -157,7 +157,7 @@ def _shortage(workload: Workload, cluster: Cluster) -> float:
 def _changes(workload: Workload) -> Iterator[tuple[str, str, Workload]]:
     """Yield settings that trade time for memory, cheapest first: kind, text for ds_config.json, changed workload."""
     batch, section, tensor_ranks = workload.batch, workload.megaclip, workload.tensor_ranks
-    if section.keep_graphs != "auto" and section.keep_graphs > 0 and workload.backward_passes > 1:
+    if section.keep_graphs != "auto" and section.keep_graphs > 0 and not workload.one_chunk_each:
         yield "graphs", '"megaclip": {"keep_graphs": "auto"}', workload.with_megaclip(keep_graphs="auto")
     for rows in _halves(batch.micro_batch, batch.local_batch):
         setting = f'"train_micro_batch_size_per_gpu": {tensor_ranks * rows}, "gradient_accumulation_steps": '

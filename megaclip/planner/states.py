@@ -103,7 +103,7 @@ def _stages_0_to_2(workload: Workload) -> States:
         states.cpu["master parameters"] = part * (4 + workload.compute_bytes)
         states.cpu["optimizer states"] = part * workload.optimizer_state_bytes
         states.cpu["gradients"] = part * 4
-        if workload.gradient_bytes == workload.compute_bytes and workload.backward_passes > 1:
+        if workload.gradient_bytes == workload.compute_bytes and not workload.one_chunk_each:
             states.cpu["gradients"] += part * workload.compute_bytes
         largest = max((size for tower in workload.parameters for size in tower.trainable), default=0)
         states.gpu["offload staging"] = largest * workload.compute_bytes

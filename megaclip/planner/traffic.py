@@ -83,7 +83,7 @@ def offload_traffic(workload: Workload) -> float:
             moved += width * workload.trained
         if workload.zero.stage == 3:
             moved += 2 * workload.gradient_bytes * reduced
-        elif workload.gradient_bytes == width and workload.backward_passes > 1:
+        elif workload.gradient_bytes == width and not workload.one_chunk_each:
             first = workload.trained if _reduces_every_chunk(workload) else 0
             moved += width * (2 * reduced - first)
     if workload.offloads_parameters:

@@ -25,7 +25,14 @@ from megaclip.models.layers import check_split
 from megaclip.planner.constants import CACHED_PER_CORE
 from megaclip.planner.text_chunks import fitted, mean_positions, text_chunks_for
 from megaclip.planner.tower_costs import rank_model
-from megaclip.step.layout import KeptGraphs, backward_passes, cuts_captions, encodes_together, kept_graphs
+from megaclip.step.layout import (
+    KeptGraphs,
+    cuts_captions,
+    encodes_together,
+    has_cheap_passes,
+    kept_graphs,
+    one_chunk_each,
+)
 from megaclip.zero.settings import DeepSpeedZeroConfig
 
 
@@ -323,12 +330,15 @@ class Workload:
     @property
     def encodes_together(self) -> bool:
         """True if one forward pass encodes the whole share of a rank."""
-        return encodes_together(*self._chunks_and_trained)
+        cheap = has_cheap_passes(
+            int(self.zero.stage), coalesces=self.coalesces, offloads_optimizer=self.offloads_optimizer
+        )
+        return encodes_together(*self._chunks_and_trained, cheap)
 
     @property
-    def backward_passes(self) -> int:
-        """Number of backward passes of a step."""
-        return backward_passes(*self._chunks_and_trained, self.pairs)
+    def one_chunk_each(self) -> bool:
+        """True if each trained tower has one chunk, so that all graphs are kept."""
+        return one_chunk_each(*self._chunks_and_trained, self.pairs)
 
     @property
     def pairs(self) -> bool:

@@ -29,26 +29,28 @@ class DeviceFeed:
     dtype: torch.dtype
     normalise: Callable[[Tensor, torch.dtype], Tensor]
 
-    def begin(self, pixels: Tensor) -> Callable[[], Tensor]:
-        """Start to copy a chunk of pixels to the device; return a function that returns the input, made of the copy.
+    def begin(self, tower: Tower, chunk: Tensor) -> Callable[[], Tensor]:
+        """Start to copy a chunk to the device; return a function that returns the tower's input, made of the copy.
 
-        The copy begins when the device has done what is queued. After the call of the function the memory of `pixels`
+        The copy begins when the device has done what is queued. After the call of the function the memory of `chunk`
         may be overwritten.
         """
+        prepare = self._preparation(tower)
         if self.device.type == "cpu":
-            return functools.partial(self._normalised, pixels)
+            return functools.partial(prepare, chunk)
+        chunk = _pinned(tower, chunk)
         accelerator = get_accelerator()
         copies, compute = accelerator.Stream(self.device), accelerator.current_stream()
-        buffer, copied = torch.empty_like(pixels, device=self.device), accelerator.Event()
+        buffer, copied = torch.empty_like(chunk, device=self.device), accelerator.Event()
         buffer.record_stream(copies)  # if the function is never called
         copies.wait_stream(compute)
         with accelerator.stream(copies):
-            buffer.copy_(pixels, non_blocking=True)
+            buffer.copy_(chunk, non_blocking=True)
         copied.record(copies)
 
         def finish() -> Tensor:
             copied.synchronize()
-            return self._normalised(buffer)
+            return prepare(buffer)
 
         return finish
 
@@ -59,15 +61,18 @@ class DeviceFeed:
         is used. When `chunks` is asked for the next chunk, the previous one has been copied, and its memory may be
         overwritten.
         """
-        prepare = self._normalised if tower is Tower.IMAGE else _as_indices
+        prepare = self._preparation(tower)
         if self.device.type == "cpu":
             return map(prepare, chunks)
-        if tower is Tower.TEXT:  # from pageable memory the host would wait until the copy starts
-            chunks = (chunk.pin_memory() for chunk in chunks)
-        return _one_ahead(chunks, self.device, prepare)
+        return _one_ahead((_pinned(tower, chunk) for chunk in chunks), self.device, prepare)
 
-    def _normalised(self, pixels: Tensor) -> Tensor:
-        return self.normalise(pixels, self.dtype)
+    def _preparation(self, tower: Tower) -> Callable[[Tensor], Tensor]:
+        return _as_indices if tower is Tower.TEXT else lambda pixels: self.normalise(pixels, self.dtype)
+
+
+def _pinned(tower: Tower, chunk: Tensor) -> Tensor:
+    """Return the chunk in page-locked memory, as pixels are: from other memory the host would wait for the copy."""
+    return chunk.pin_memory() if tower is Tower.TEXT else chunk
 
 
 def _as_indices(tokens: Tensor) -> Tensor:

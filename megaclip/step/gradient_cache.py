@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from megaclip.cache.passes import ChunkSource, Outputs, Passes, Role, restored
@@ -36,7 +37,7 @@ from megaclip.devices import upload
 from megaclip.errors import ConfigError, NonFiniteError
 from megaclip.models import DualEncoder
 from megaclip.step.batch import Tower
-from megaclip.step.layout import KeptGraphs, encodes_together, kept_graphs, text_first
+from megaclip.step.layout import KeptGraphs, encodes_together, has_cheap_passes, kept_graphs, text_first
 from megaclip.step.objective_terms import StepTerms
 from megaclip.step.sample_store import StepStore
 from megaclip.zero.backward import DeepSpeedPasses
@@ -55,9 +56,12 @@ class RandomState:
     """Number of the data-parallel replica. Its tensor-parallel ranks draw equal numbers."""
 
     def reseed(self, tower: Tower, chunk: int) -> None:
-        """Seed every device's generator for this chunk of a tower; a second call replays the same numbers."""
+        """Seed the generators of the CPU and of this rank's device for this chunk of a tower; a second call replays the
+        same numbers."""
         entropy = np.random.SeedSequence([self.seed, self.step, self.replica, int(tower), chunk])
-        torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+        seed = int(entropy.generate_state(1, np.uint64)[0] >> np.uint64(1))
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed also formats two tracebacks, for other devices
+        get_accelerator().manual_seed(seed)
 
 
 def running_statistics(model: DualEncoder) -> list[Tensor]:
@@ -78,10 +82,9 @@ def accumulate_gradients(
     engine: DeepSpeedEngine,
     loss_function: ContrastiveLoss,
     batch: StepStore,
-    log_scale: Tensor,
+    read_scalars: Callable[[], Sequence[Tensor]],
     random_state: RandomState,
     *,
-    logit_bias: Tensor | None = None,
     coalesce: bool,
     kept: KeptGraphs | None = None,
     accumulation_dtype: torch.dtype = torch.float32,
@@ -102,9 +105,9 @@ def accumulate_gradients(
             Other arguments of a loss (sample ids, the epoch) are bound to it. Gradients of the loss's own parameters
             accumulate in these parameters.
         batch: this rank's share of the batch, in as many chunks per tower as on every other rank.
-        log_scale: (1,) float32, the master value of logit_scale.
+        read_scalars: returns the master value of logit_scale, (1,) float32, and that of logit_bias if the model has
+            one. It is called after the first encoding has been queued.
         random_state: seeds of this step, replayed for each chunk.
-        logit_bias: (1,) float32, the master value of logit_bias; None if the model has none.
         coalesce: reduce parameter gradients once, after the last chunk (ZeRO 1 to 3).
         kept: chunks whose graphs are kept, the same on every rank. None: those of megaclip.keep_graphs 0.
         accumulation_dtype: dtype in which coalesced gradients add up over chunks, before they are rounded.
@@ -123,8 +126,12 @@ def accumulate_gradients(
     """
     embeddings_device = torch.device("cpu") if embeddings_on_cpu else engine.device
     terms = StepTerms(engine.module.objective, batch, engine.device)
-    whole = _Step(engine, batch, random_state, kept, embeddings_device, terms)
-    passes = Passes(whole.sources, DeepSpeedPasses(engine, coalesce=coalesce, accumulation_dtype=accumulation_dtype))
+    whole = _Step(engine, batch, random_state, kept, embeddings_device, terms, coalesce=coalesce)
+    one_chunk = all(batch.chunk_count(tower) == 1 for tower in Tower)
+    dtype = None if one_chunk else accumulation_dtype
+    passes = Passes(
+        whole.sources, DeepSpeedPasses(engine, coalesce=coalesce, accumulation_dtype=dtype), in_order=one_chunk
+    )
     if not coalesce:
         whole.include_other_tower(passes.order)
     with whole.gathered.kept():
@@ -133,8 +140,7 @@ def accumulate_gradients(
             whole.gathered.release()
         batch.agree()
         terms.count()
-        scalars = [log_scale] if logit_bias is None else [log_scale, logit_bias]
-        loss, scalar_gradients = whole.loss_and_gradients(loss_function, scalars, check_loss)
+        loss, scalar_gradients = whole.loss_and_gradients(loss_function, read_scalars(), check_loss)
         statistics = running_statistics(engine.module)
         with restored(statistics):
             passes.back_propagate(scalar_gradients, without_encoders=lambda: whole.outputs(engine(None, None)))
@@ -224,6 +230,8 @@ class _Step:
         kept: KeptGraphs | None,
         embeddings_device: torch.device,
         terms: StepTerms,
+        *,
+        coalesce: bool,
     ) -> None:
         self.engine, self.batch, self.random_state = engine, batch, random_state
         self.model: DualEncoder = engine.module
@@ -241,7 +249,12 @@ class _Step:
         self.kept = kept or kept_graphs(0, chunks, is_trained, self._pairs)
         assert all(kept <= count for kept, count in zip(self.kept, chunks, strict=True)), (self.kept, chunks)
         orders: list[tuple[Tower, ...]] = [(tower,) for tower in sorted(Tower, reverse=text_first(chunks, is_trained))]
-        if self._pairs or encodes_together(chunks, is_trained):
+        cheap_passes = has_cheap_passes(
+            engine.zero_optimization_stage(),
+            coalesces=coalesce,
+            offloads_optimizer=engine.zero_offload_optimizer() is not None,
+        )
+        if self._pairs or encodes_together(chunks, is_trained, cheap_passes):
             orders = [tuple(Tower)]
         self.sources = [_TowerChunks(towers, self, is_trained=towers[0] in trained) for towers in orders]
 

@@ -30,9 +30,29 @@ class KeptGraphs(NamedTuple):
     text: int
 
 
-def encodes_together(chunks: Sequence[int], trained: Sequence[bool]) -> bool:
-    """Return whether one forward pass encodes the whole share of a rank: both towers are trained, in one chunk each."""
-    return all(trained) and all(count == 1 for count in chunks)
+def one_chunk_each(chunks: Sequence[int], trained: Sequence[bool], pairs: bool = False) -> bool:
+    """Return whether each trained tower has one chunk. Then the graphs of a step are always kept.
+
+    pairs: one pass encodes a chunk of both towers, because a caption decoder reads the tokens of both.
+    """
+    return chunks[0] == 1 if pairs else all(count <= 1 for count in _graphs(chunks, trained))
+
+
+def has_cheap_passes(zero_stage: int, *, coalesces: bool, offloads_optimizer: bool) -> bool:
+    """Return whether another backward pass costs nothing but its launch.
+
+    Otherwise DeepSpeed gathers parameters again, or adds and moves the gradients of each pass.
+    """
+    return zero_stage < (3 if coalesces else 2) and not offloads_optimizer
+
+
+def encodes_together(chunks: Sequence[int], trained: Sequence[bool], cheap_passes: bool) -> bool:
+    """Return whether one forward pass encodes the whole share of a rank: both towers are trained, in one chunk each.
+
+    With cheap passes (`has_cheap_passes`) each tower has its own, and the image tower is back-propagated first. The
+    text tower has many small kernels. In one pass autograd starts with them, and the GPU waits for the host.
+    """
+    return all(trained) and all(count == 1 for count in chunks) and not cheap_passes
 
 
 def text_first(chunks: Sequence[int], trained: Sequence[bool]) -> bool:
@@ -44,28 +64,18 @@ def text_first(chunks: Sequence[int], trained: Sequence[bool]) -> bool:
     return not trained[1] and chunks[0] == 1
 
 
-def backward_passes(chunks: Sequence[int], trained: Sequence[bool], pairs: bool = False) -> int:
-    """Return the number of backward passes of a step; without a trained tower there is one, for the loss's scalars.
-
-    pairs: one pass encodes a chunk of both towers, because a caption decoder reads the tokens of both.
-    """
-    if pairs:
-        return chunks[0]
-    return 1 if encodes_together(chunks, trained) else max(1, sum(_graphs(chunks, trained)))
-
-
 def kept_graphs(number: int, chunks: Sequence[int], trained: Sequence[bool], pairs: bool = False) -> KeptGraphs:
     """Return the kept graphs of each tower if a step keeps `number` graphs, or all if it has fewer.
 
     The image tower's graphs come first. Memory is planned for captions of full length, and most captions are shorter,
-    so per byte an image graph saves more computation. It also saves reading its images again. If a step has one
-    backward pass, its graphs are always kept.
+    so per byte an image graph saves more computation. It also saves reading its images again. If each trained tower has
+    one chunk, all graphs are kept.
 
     chunks: number of chunks of each tower in a step. trained: whether the tower has trainable parameters. pairs: a pass
     encodes a chunk of both towers, and has the graphs of both.
     """
     image, text = _graphs(chunks, trained)
-    if backward_passes(chunks, trained, pairs) == 1:
+    if one_chunk_each(chunks, trained, pairs):
         number = image + text
     if pairs:
         number = min(number // 2, image)

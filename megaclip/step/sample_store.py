@@ -139,8 +139,10 @@ class StepStore:
         """This step's chunks of captions. None: no chunk of them has been read yet."""
         self._next_captions: CaptionChunks | None = None
         """Those of the next step, after `look_ahead`."""
-        self._next_pixels: Callable[[], Tensor] | None = None
-        """Returns the only chunk of images of the next step, of which `look_ahead` has begun the copy."""
+        self._begun: dict[Tower, Callable[[], Tensor]] = {}
+        """Functions that return the only input of a tower in the next step. `look_ahead` has begun its copy."""
+        self._ready: dict[Tower, Tensor] = {}
+        """The only input of a tower in this step, until the tower takes it."""
         self._filled = 0
         """Number of chunks read since the start of the run."""
         self._released = 0
@@ -182,10 +184,15 @@ class StepStore:
         self._loader.decode_on(gpu_decoder)
 
     def next_step(self) -> None:
-        """Proceed to the next step, after both passes over this one. A skipped step makes only the first pass."""
+        """Proceed to the next step, after both passes over this one. A skipped step makes only the first pass.
+
+        Inputs that `look_ahead` has begun to copy are prepared, while the GPU computes the update.
+        """
         self.bad_counts = self._bad_counts_read[self._step % 2]
         self._step += 1
         self._captions, self._next_captions = self._next_captions, None
+        self._ready = {tower: finish() for tower, finish in self._begun.items()}
+        self._begun = {}
         self._release(self._first_chunk - 1)
 
     def ids(self) -> Tensor:
@@ -213,13 +220,11 @@ class StepStore:
         read_once: number of first chunks that this step reads only once. Each may be freed after its use.
         again: yield only the other chunks, for the second time. False: yield all chunks.
         """
+        ready = self._ready.pop(tower, None)  # all chunks are read before any is read again
         if tower is Tower.TEXT:
-            return self._feed.inputs(tower, self._texts(read_once, again))
+            return self._feed.inputs(tower, self._texts(read_once, again)) if ready is None else iter([ready])
         pixels = self._pixels(read_once, again)
-        if again or self._next_pixels is None:
-            return self._feed.inputs(tower, pixels)
-        begun, self._next_pixels = self._next_pixels, None
-        return (begun() for _ in pixels)
+        return self._feed.inputs(tower, pixels) if ready is None else (ready for _ in pixels)
 
     def pieces(self, chunk: int) -> Pieces | None:
         """Return the pieces of a chunk of captions, which are cut at their own lengths; None if it is one piece.
@@ -247,15 +252,18 @@ class StepStore:
         return self._captions
 
     def look_ahead(self) -> None:
-        """Divide the next step's captions and copy its images if it has one chunk, so that the GPU need not wait then.
+        """Divide the next step's captions and copy its samples if it has one chunk, so that the GPU need not wait then.
 
         All ranks call it together after the passes over this step, while the GPU computes the last of them.
         """
-        if self._image_chunks == 1:  # the images of more chunks may be read only after the next step has begun
-            self._next_captions = self._divided(self._step + 1)
-            number = (self._step + 1) * self._loader.readings_per_step
-            if self._filled > number:  # not if the data failed
-                self._next_pixels = self._feed.begin(self._slots[number % len(self._slots)])
+        if self._image_chunks > 1:  # their images may be read only after the next step has begun
+            return
+        self._next_captions = self._divided(self._step + 1)
+        number = (self._step + 1) * self._loader.readings_per_step
+        if self._filled > number:  # not if the data failed
+            self._begun[Tower.IMAGE] = self._feed.begin(Tower.IMAGE, self._slots[number % len(self._slots)])
+            if self._text_chunks == 1:
+                self._begun[Tower.TEXT] = self._feed.begin(Tower.TEXT, next(iter(self._next_captions)))
 
     def _divided(self, step: int) -> CaptionChunks:
         tokens = self._tokens[step % 2]

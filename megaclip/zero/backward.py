@@ -34,10 +34,11 @@ class DeepSpeedPasses:
     """The `PassEngine` (`megaclip.cache.passes`) of a DeepSpeed engine.
 
     coalesce: reduce gradients once, after the last pass (ZeRO 1 to 3). ZeRO-0 always does.
-    accumulation_dtype: dtype in which coalesced gradients add up over chunks, before they are rounded.
+    accumulation_dtype: dtype in which coalesced gradients add up over passes, before they are rounded. None: each
+    parameter has a gradient in one pass only.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, *, coalesce: bool, accumulation_dtype: torch.dtype) -> None:
+    def __init__(self, engine: DeepSpeedEngine, *, coalesce: bool, accumulation_dtype: torch.dtype | None) -> None:
         self.engine, self._coalesce, self._dtype = engine, coalesce, accumulation_dtype
         self._sums: GradientSums | None = None
 
@@ -52,7 +53,7 @@ class DeepSpeedPasses:
     @contextmanager
     def accumulate(self, passes: int) -> Iterator[None]:
         with self.engine.coalesce_grad_reduction() if self._coalesce else nullcontext():
-            if self._coalesce and passes > 1:
+            if self._coalesce and passes > 1 and self._dtype is not None:
                 self._sums = GradientSums(self.engine.module, self._dtype)
             yield
             if self._sums is not None:

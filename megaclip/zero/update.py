@@ -7,7 +7,8 @@ reads it several times and would wait for the whole update the last time:
 
 * ZeRO-0, `clip_fp32_gradients`: one grouped product, with the norm that `megaclip.zero.optimizers.update` has
   computed.
-* ZeRO-1 and 2, `scaled_global_norm`: one grouped norm and one all-reduce for all parameter groups.
+* ZeRO-1 and 2, `scaled_global_norm`: one grouped norm and one all-reduce for all parameter groups. It also joins
+  each group's gradients, which `_get_preflattened_grad_partition` then returns.
 * ZeRO-1 and 2, `unscale_and_clip_grads`: the same factor, without the check that waits for the GPU, and without a
   product if nothing is clipped.
 * ZeRO-1 and 2, `_update_model_bit16_weights`: skipped if every weight is already in its flat buffer, as after every
@@ -23,7 +24,7 @@ the CPU takes longer than the launches.
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import deepspeed.comm as dist
@@ -48,6 +49,7 @@ def group_kernels(engine: DeepSpeedEngine) -> None:
         engine.clip_fp32_gradients = functools.partial(_clip_by_known_norm, engine)
     elif type(optimizer) is DeepSpeedZeroOptimizer and not optimizer.cpu_offload:
         optimizer.__class__ = GroupedStages1And2
+        optimizer._flat = {}
         if dist.get_world_size(group=optimizer.dp_process_group) == 1:
             optimizer.leave_gradients()
     elif type(optimizer) is DeepSpeedZeroOptimizer_Stage3 and _can_group(optimizer):
@@ -74,6 +76,9 @@ def _clip_by_known_norm(engine: DeepSpeedEngine) -> None:
 class GroupedStages1And2(DeepSpeedZeroOptimizer):
     """DeepSpeed's optimizer of ZeRO-1 and 2, without optimizer offload, in float32 or bf16 (loss scale 1)."""
 
+    _flat: dict[int, Tensor]
+    """Gradients of groups that have been joined, from the norm to the update."""
+
     def leave_gradients(self) -> None:
         """Use the gradients where autograd has left them. There is one rank, so they are the averages over all ranks.
 
@@ -84,7 +89,10 @@ class GroupedStages1And2(DeepSpeedZeroOptimizer):
             self.reduce_independent_p_g_buckets_and_remove_grads = lambda parameter, group: None
 
     def scaled_global_norm(self, norm_type: float = 2) -> Tensor:
-        """Return the norm of the gradients of all ranks, () float32 on the host; infinite if it is not finite."""
+        """Return the norm of the gradients of all ranks, () float32 on the host; infinite if it is not finite.
+
+        The flat gradients are queued before the host waits for the norm. The GPU would wait for them afterwards.
+        """
         assert norm_type == 2, "only the Euclidean norm"
         gradients: list[Tensor] = []
         for group, parameters in enumerate(self.params_in_partition):
@@ -93,7 +101,27 @@ class GroupedStages1And2(DeepSpeedZeroOptimizer):
         total = _sum_of_squares(gradients)
         dist.all_reduce(total, group=self.dp_process_group)
         self._model_parallel_all_reduce(total, op=dist.ReduceOp.SUM)
-        return total.sqrt().float().nan_to_num(nan=math.inf, posinf=math.inf).cpu()
+        read_norm = _copied_to_host(total.sqrt().float().nan_to_num(nan=math.inf, posinf=math.inf))
+        self._flat = {group: self._flat_gradient(group) for group in range(len(self.bit16_groups))}
+        return read_norm()
+
+    def _flat_gradient(self, group: int) -> Tensor:
+        """Return the gradients of this rank's part of a group as one tensor, in the dtype of the optimizer."""
+        parts, ranks = self.averaged_gradients[group], self.real_dp_process_group[group]
+        if dist.get_rank(group=ranks) == dist.get_world_size(group=ranks) - 1:
+            flat = self.flatten_dense_tensors_aligned(parts, int(self.partition_size[group]))
+        else:
+            flat = self.flatten(parts)
+        return flat.to(self.single_partition_of_fp32_groups[group].dtype)
+
+    def _get_preflattened_grad_partition(self, group_index: int) -> Tensor | None:
+        """Return a group's flat gradient, of which the caller then has the only reference."""
+        return self._flat.pop(group_index, None)
+
+    def _release_preflattened_grad_buffers(self, group_index: int | None = None) -> None:
+        """Free the flat gradients of an update that is not made."""
+        if group_index is None:
+            self._flat.clear()
 
     def unscale_and_clip_grads(self, gradients: Sequence[Tensor], total_norm: Tensor) -> None:
         """Scale gradients down to norm `clip_grad` if `total_norm`, () on the host, is larger; 0 is no limit."""
@@ -129,6 +157,20 @@ class GroupedStage3(DeepSpeedZeroOptimizer_Stage3):
         if not every_rank:
             self._model_parallel_all_reduce(total, op=dist.ReduceOp.SUM)
         return [total.sqrt().cpu()]
+
+
+def _copied_to_host(value: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy a tensor to the host; return a function that waits for the copy, and returns it."""
+    if value.device.type == "cpu":
+        return lambda: value
+    on_host, copied = value.to("cpu", non_blocking=True), get_accelerator().Event()
+    copied.record()
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return on_host
+
+    return wait
 
 
 def _counted(gradients: Iterable[Tensor], parameters: Iterable[Any], replicated_too: bool) -> list[Tensor]:

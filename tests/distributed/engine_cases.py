@@ -529,14 +529,15 @@ def backpropagate(
     engine: DeepSpeedEngine, case: Case, step: int, loss=None, batch: MemoryBatch | None = None, **options: Any
 ) -> float:
     """Accumulate the gradient of one step in the engine; return the loss. options: of `accumulate_gradients`."""
-    bias = engine.module.logit_bias
+    scalars = [LogitScale(engine, 100.0)]
+    if engine.module.logit_bias is not None:
+        scalars.append(MasterScalar(engine.module.logit_bias))
     value = accumulate_gradients(
         engine,
         loss or loss_of(case),
         batch or batch_of(case, step),
-        LogitScale(engine, 100.0).read(),
+        lambda: [scalar.read() for scalar in scalars],
         RandomState(SEED, step, dist.get_rank() // case.tensor_parallel),
-        logit_bias=None if bias is None else MasterScalar(bias).read(),
         coalesce=case.coalesce,
         kept=kept_of(engine.module, case),
         embeddings_on_cpu=case.embeddings_on_cpu,

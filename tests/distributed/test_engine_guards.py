@@ -189,7 +189,7 @@ def gradient_of_equal_chunks(stage: int, dtype: torch.dtype, chunks: int = MANY)
         engine,
         lambda x, y, scale: ((x.float() + y.float()) @ direction).mean() + 0 * scale.sum(),
         batch,
-        LogitScale(engine, MAXIMUM).read(),
+        lambda: [LogitScale(engine, MAXIMUM).read()],
         RandomState(0, 0, 0),
         coalesce=True,
         kept=KeptGraphs(chunks, 1),

@@ -60,7 +60,7 @@ def train(size: int, stage: int, steps: int, model: str = "ViT-B-32") -> tuple[l
         tokens = torch.randint(1, text.vocab_size, (BATCH, text.context_length), generator=generator)
         batch = MemoryBatch(pixels[rank::ranks].chunk(CHUNKS), tokens[rank::ranks], feed, text_chunks=CHUNKS)
         random_state = RandomState(0, step, rank // size)
-        loss = accumulate_gradients(engine, ClipLoss(), batch, scale.read(), random_state, coalesce=True)
+        loss = accumulate_gradients(engine, ClipLoss(), batch, lambda: [scale.read()], random_state, coalesce=True)
         losses.append(loss.item())
         set_learning_rate(engine, 1e-4 * min(1.0, (step + 1) / 10))
         norms.append(update(engine))

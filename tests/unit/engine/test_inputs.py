@@ -330,7 +330,9 @@ def test_run_and_plan_are_derived_from_the_model_with_every_flag(folder: Path, t
     pixels = torch.randint(256, (4, 3, 24, 24), dtype=torch.uint8).chunk(batch.accumulation)
     samples = MemoryBatch(pixels, inputs.tokenizer(CAPTIONS[:4]), feed, text_chunks=batch.text_chunks)
     seeds, engine = RandomState(seed=0, step=0, replica=0), PlainEngine(model)
-    accumulate_gradients(engine, cross_entropy, samples, torch.zeros(1), seeds, coalesce=False, kept=planned.kept)
+    accumulate_gradients(
+        engine, cross_entropy, samples, lambda: [torch.zeros(1)], seeds, coalesce=False, kept=planned.kept
+    )
     assert planned.kept == planned.chunks == (2, batch.text_chunks) and engine.rows == {"image": 4, "text": 4}
 
 

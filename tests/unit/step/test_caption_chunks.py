@@ -81,7 +81,7 @@ def test_a_step_encodes_fewer_positions_and_has_the_gradients_of_padded_captions
     feed = DeviceFeed(torch.device("cpu"), torch.float64, ImageTransform(size).normalise)
     batch = MemoryBatch(pixels.chunk(3), tokens, feed, text_chunks=text_chunks, cut=model.config.text_cfg)
     engine, seeds = PlainEngine(model), RandomState(seed=0, step=0, replica=0)
-    accumulate_gradients(engine, cross_entropy, batch, torch.zeros(1), seeds, coalesce=False)
+    accumulate_gradients(engine, cross_entropy, batch, lambda: [torch.zeros(1)], seeds, coalesce=False)
     x, y, _ = padded(ImageTransform(size).normalise(pixels, torch.float64), tokens)
     cross_entropy(x, y, torch.ones(1)).backward()
     for name, parameter in padded.text.named_parameters():

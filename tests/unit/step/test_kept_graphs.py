@@ -232,7 +232,9 @@ def bytes_alive_at_the_loss(job: Workload) -> int:
             return cross_entropy(images, texts, scale)
 
         seeds = RandomState(seed=0, step=0, replica=0)
-        accumulate_gradients(PlainEngine(model), loss, batch, torch.zeros(1), seeds, coalesce=False, kept=job.kept)
+        accumulate_gradients(
+            PlainEngine(model), loss, batch, lambda: [torch.zeros(1)], seeds, coalesce=False, kept=job.kept
+        )
     return alive[0]
 
 

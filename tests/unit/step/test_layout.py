@@ -74,10 +74,12 @@ def test_towers_run_as_often_as_planned(tmp_path: Path) -> None:
         tokens = torch.randint(1, 32, (rows, 6))
         batch = MemoryBatch(pixels.chunk(image_chunks), tokens, feed, text_chunks=text_chunks)
         engine, seeds = PlainEngine(model), RandomState(seed=0, step=0, replica=0)
-        accumulate_gradients(engine, cross_entropy, batch, torch.zeros(1), seeds, coalesce=False, kept=job.kept)
+        accumulate_gradients(
+            engine, cross_entropy, batch, lambda: [torch.zeros(1)], seeds, coalesce=False, kept=job.kept
+        )
         works = tower_work(job)
         graphs = sum(work.chunks for work in works if work.trained)
-        again = 0 if job.backward_passes == 1 else max(0, graphs - keep)
+        again = 0 if job.one_chunk_each else max(0, graphs - keep)
         assert sum(job.encoded_again) == again
         for work in works:
             assert engine.rows["text" if work.is_text else "image"] == rows + work.encoded_again * rows / work.chunks

@@ -97,7 +97,7 @@ def take_step(objective, chunks):
     feed = DeviceFeed(torch.device("cpu"), torch.float32, ImageTransform(size).normalise)
     pixels = torch.zeros(4, 3, size, size, dtype=torch.uint8).chunk(chunks)
     batch = MemoryBatch(pixels, torch.ones(4, length, dtype=torch.int64), feed, text_chunks=chunks)
-    arguments = PlainEngine(model), cross_entropy, batch, torch.zeros(1), RandomState(seed=0, step=0, replica=0)
+    arguments = PlainEngine(model), cross_entropy, batch, lambda: [torch.zeros(1)], RandomState(0, 0, 0)
     accumulate_gradients(*arguments, coalesce=False, term_values=(values := {}))
     return values
 
