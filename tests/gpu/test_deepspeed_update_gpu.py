@@ -53,8 +53,10 @@ def measure(case: Case) -> Measured:
             with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
                 norm = update(engine)
                 torch.cuda.synchronize()
-    counts = {event.key: event.count for event in profiler.key_averages() if event.device_type == DeviceType.CUDA}
-    return Measured(norm, float(own), sum(counts.values()), counts.get("Memcpy DtoH (Device -> Pageable)", 0))
+    counts = {(event.key, event.device_type): event.count for event in profiler.key_averages()}
+    kernels = sum(count for (_, device), count in counts.items() if device == DeviceType.CUDA)
+    waits = ("Memcpy DtoH (Device -> Pageable)", DeviceType.CUDA), ("cudaEventSynchronize", DeviceType.CPU)
+    return Measured(norm, float(own), kernels, sum(counts.get(wait, 0) for wait in waits))
 
 
 def measure_all() -> dict[str, Measured]:

@@ -47,7 +47,7 @@ def test_a_copy_that_was_begun_is_complete_when_its_input_is_taken():
     pixels, busy = expected.clone().pin_memory(), torch.randn(4096, 4096, device="cuda")
     for _ in range(20):
         busy = (busy @ busy).clamp(-1, 1)
-    finish = feed().begin(pixels)
+    finish = feed().begin(Tower.IMAGE, pixels)
     filled = [torch.full((64, 3, 64, 64), 255, dtype=torch.uint8, device="cuda") for _ in range(9)]
     got = finish()
     pixels.zero_()
