@@ -32,7 +32,7 @@ from megaclip.errors import ConfigError, DataError
 from megaclip.zero.backward import loss_scale_of
 
 _PLACES = 16
-"""Integers that ranks exchange about their chunks, or a multiple of it."""
+"""Integers that ranks exchange about their chunks. A second exchange follows if they are too few."""
 _MICRO_STEPS: WeakKeyDictionary[DeepSpeedEngine, int] = WeakKeyDictionary()
 """DeepSpeed's count of calls of `engine.step()` at the last step of any cache of an engine."""
 
@@ -195,8 +195,7 @@ class GradientCache:
             own = [len(encoded), *divided_in]
         except Exception as problem:  # kept until every rank knows of it
             error = problem
-        size = _PLACES * (1 + len(encoded) // _PLACES)  # equal on all ranks with fewer arguments
-        everyone = gather_integers(own + [0] * (size - len(own)), group=self._group)
+        everyone = gather_integers((own + [0] * _PLACES)[:_PLACES], group=self._group)
         if error is not None:
             raise error
         for rank, (number, *_) in enumerate(everyone):
@@ -207,6 +206,8 @@ class GradientCache:
                     f"rank 0 passes {everyone[0][0]} Encoded arguments and rank {rank} {number}; pass the same on all "
                     "ranks: a rank without samples, such as hard negatives, passes inputs without rows"
                 )
+        if len(own) > _PLACES:  # on all ranks
+            everyone = gather_integers(own, group=self._group)
         counts = [max(others) for others in zip(*everyone, strict=True)][1 : 1 + len(encoded)]
         sources = [
             _EncodedChunks(*each, self) for each in zip(range(len(encoded)), encoded, chunks, counts, strict=True)

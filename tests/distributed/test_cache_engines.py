@@ -473,6 +473,7 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Model]], str, str]] = {
     "samples of one rank": (ddp, "broken", "bad sample|rank 1 could not divide its inputs"),
     "encoder of one rank": (lambda: zero(2), "full", "OutOfMemoryError: no memory"),
     "inputs of one rank": (ddp, "missing", "rank 0 passes 2 Encoded arguments and rank 1 3"),
+    "many inputs of one rank": (ddp, "many are missing", "rank 0 passes 2 Encoded arguments and rank 1 18"),
 }
 
 
@@ -507,8 +508,8 @@ def vary(build: Callable[[], tuple[Any, Model]], calls: str, keep: int) -> dict[
         encoded = [Encoded(functools.partial(called, name), x, split=division) for name, x in inputs]
         if calls == "full" and dist.get_rank() == 1:
             encoded[1] = Encoded(no_memory, encoded[1].inputs, chunk=2)
-        if calls == "missing" and dist.get_rank() == 1:
-            encoded += encoded[1:]
+        if "missing" in calls and dist.get_rank() == 1:
+            encoded += encoded[1:] * (16 if "many" in calls else 1)
         if calls == "loss":
             weight.grad = None
             value = cache.step(*encoded)
