@@ -147,7 +147,9 @@ class GradientCache:
         positional = [inputs.pop(number) for number in range(len(arguments))]
         loss = self._loss(*positional, **inputs)
         if not isinstance(loss, Tensor) or loss.dim() > 0:
-            raise ConfigError("the loss must return one scalar tensor; return a weighted sum of several losses")
+            raise ConfigError(
+                f"the loss returned {_found(loss)}; it must return one scalar tensor, such as a weighted sum of losses"
+            )
         del inputs, positional
 
         def loss_gradients() -> list[tuple[Tensor, Tensor]]:
@@ -233,8 +235,9 @@ class GradientCache:
         if builds_graph:
             self._kept.after_graph(source.index, elements_of(inputs))
         if not isinstance(output, Tensor) or (source.encoded.inputs is not None and output.dim() != 2):
-            found = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-            raise ConfigError(f"an encoder returned {found}; it must return features of shape (samples, dimension)")
+            raise ConfigError(
+                f"an encoder returned {_found(output)}; it must return features of shape (samples, dimension)"
+            )
         if self._deepspeed and output.requires_grad and self._forwards == before:
             raise ConfigError(
                 "an encoder with trainable parameters did not call the DeepSpeed engine; call engine(...), not a "
@@ -376,6 +379,11 @@ class _EncodedChunks:
         return {self.index: self._gradients[chunk]} if chunk < self._own else {}
 
     def resume(self, chunk: int) -> None: ...
+
+
+def _found(output: Any) -> str:
+    """Return what a function returned, for an error."""
+    return f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
 
 
 def _random_state() -> tuple[Tensor, Tensor]:

@@ -309,8 +309,12 @@ def test_graphs_are_kept_after_two_steps_in_the_measured_free_memory(
         (lambda x: GradientCache(own_loss, engine=3), "engine is a int; pass a DeepSpeed engine"),
         (lambda x: Encoded(nn.Identity(), x, chunk=2, tokens=3), "takes one of chunk, tokens and split"),
         (lambda x: Encoded(nn.Identity(), x, chunk=0), "chunk must be a positive integer"),
-        (lambda x: GradientCache(own_loss).step(Encoded(lambda x: {"a": x}, x, chunk=2)), "an encoder returned dict"),
-        (lambda x: GradientCache(lambda x: x).step(Encoded(nn.Linear(4, 2).double(), x)), "one scalar tensor"),
+        (lambda x: GradientCache(own_loss).step(Encoded(lambda x: {"a": x}, x, chunk=2)), "returned a dict; it"),
+        (lambda x: GradientCache(lambda x: {"a": x}).step(Encoded(nn.Identity(), x)), "the loss returned a dict; it"),
+        (
+            lambda x: GradientCache(lambda x: x).step(Encoded(nn.Linear(4, 2).double(), x[:3])),
+            r"returned a tensor of shape \(3, 2\); it must return one scalar tensor",
+        ),
         (lambda x: GradientCache(own_loss).step(Encoded(nn.Identity(), x, split=lambda x: [])), "no chunks"),
         (lambda x: GradientCache(own_loss).step(Encoded(nn.Identity(), x, tokens=2)), "requires inputs with an attent"),
         (
