@@ -8,7 +8,8 @@ errors.
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 _ROOT = "megaclip"
 _seen: set[str] = set()
@@ -48,6 +49,19 @@ def log_once(log: Callable[[str], None], message: str) -> None:
     if message not in _seen and rank_from_environment() == 0:
         _seen.add(message)
         log(message)
+
+
+@contextmanager
+def common_warnings() -> Iterator[None]:
+    """Log the warnings of a body or function on rank 0 only, because all ranks have the same."""
+    root = _root_logger()
+    before = root.level
+    if rank_from_environment() > 0:
+        root.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        root.setLevel(before)
 
 
 def format_count(count: int, noun: str) -> str:

@@ -31,7 +31,7 @@ from megaclip.errors import REFUSED_EXIT_CODE, ConfigError, DataError, public
 from megaclip.evaluation import Evaluation, Evaluator, ModelEncoder, example_pictures
 from megaclip.evaluation.suite import DATACOMP_TASKS, Task, find_tasks, open_task, score_task
 from megaclip.files import write_atomically
-from megaclip.logging import format_count
+from megaclip.logging import common_warnings, format_count
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _FORMAT = 1
@@ -50,7 +50,7 @@ def evaluate_saved(arguments: argparse.Namespace) -> None:
             if arguments.pictures is not None:
                 prepare_folder(arguments.pictures)
     loaded = load_saved_model(arguments.model, tag=arguments.tag, tokenizer=arguments.tokenizer, ema=arguments.ema)
-    with raise_on_all_ranks():
+    with raise_on_all_ranks(), common_warnings():
         pairs = labelled = None
         if arguments.val_data:
             pairs = open_pairs(arguments.val_data, **reading_flags(arguments))

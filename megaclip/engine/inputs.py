@@ -31,7 +31,7 @@ from megaclip.data import (
 from megaclip.engine.tokenizer_choice import choose_tokenizer
 from megaclip.errors import ConfigError
 from megaclip.evaluation.suite import Task, TaskData, open_suite
-from megaclip.logging import get_logger
+from megaclip.logging import common_warnings, get_logger
 from megaclip.models import ModelConfig, ModelDescription, OpenClipConfig, list_models, load_model_config
 from megaclip.models.config import CARD_NAME
 from megaclip.models.descriptions import Towers
@@ -86,6 +86,7 @@ class Inputs:
         }
 
 
+@common_warnings()
 def read_inputs(arguments: TrainArguments) -> Inputs:
     """Read and check everything that the command line names. Raises MegaclipError."""
     config = load_training_config(arguments.deepspeed_config, arguments.set)

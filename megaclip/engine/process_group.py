@@ -30,7 +30,7 @@ from megaclip.comm.groups import init_distributed
 from megaclip.config import TrainingConfig
 from megaclip.environment import ACCELERATOR, check_environment
 from megaclip.errors import BusyError, ConfigError, MegaclipError, first_line
-from megaclip.logging import format_count, get_logger, local_rank_from_environment, rank_from_environment
+from megaclip.logging import format_count, get_logger, local_rank_from_environment, log_once, rank_from_environment
 
 logger = get_logger(__name__)
 
@@ -76,7 +76,8 @@ def start_process_group() -> None:
         os.environ[ARCHITECTURES] = architectures(os.environ.get(ARCHITECTURES, ""), torch.cuda.get_device_capability())
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # record the last collectives (`megaclip.guards.watchdog`)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
-        logger.warning("torchrun restarts ranks reliably only with  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+        text = "torchrun restarts ranks reliably only with  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        log_once(logger.warning, text)
     try:
         # Kept until the group exists, because it is the store of all ranks on the first one.
         store = None if is_met else meet_all_ranks(60.0 * int(os.environ.get("DEEPSPEED_TIMEOUT", "10")))

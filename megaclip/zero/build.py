@@ -23,7 +23,7 @@ from megaclip.comm.parallelism import Parallelism, parallel_groups
 from megaclip.config import TrainArguments, TrainingConfig
 from megaclip.config.optimizers import TIMM_OPTIMIZERS
 from megaclip.errors import ConfigError, config_error
-from megaclip.logging import format_count, get_logger
+from megaclip.logging import format_count, get_logger, log_once
 from megaclip.models import DualEncoder, ModelConfig, ModelDescription, build_model
 from megaclip.models.compilation import compiles_whole_tower
 from megaclip.models.layers import require_apex, whole_shape
@@ -270,4 +270,7 @@ def _warn_of_bf16_accumulation(config: TrainingConfig, chunks: int) -> None:
         cure = (
             'data_types.grad_accum_dtype to "fp32"' if config.zero_stage > 1 else "megaclip.coalesce_gradient_reduction"
         )
-        logger.warning("gradients of %d chunks accumulate in bfloat16, which loses small values; set %s", chunks, cure)
+        log_once(
+            logger.warning,
+            f"gradients of {chunks} chunks accumulate in bfloat16, which loses small values; set {cure}",
+        )

@@ -18,7 +18,7 @@ from deepspeed import DeepSpeedEngine
 
 from megaclip.checkpoint.saved_states import EMA
 from megaclip.errors import DataError
-from megaclip.logging import get_logger
+from megaclip.logging import get_logger, log_once
 from megaclip.zero.masters import flat_groups, publish_masters
 
 logger = get_logger(__name__)
@@ -72,7 +72,8 @@ class WeightAverage:
                 self._pending[index] = master.detach().clone()
                 missing += 1
         if missing == len(self._masters) and step:
-            logger.warning("the checkpoint has no moving average; the average starts from the weights of step %d", step)
+            text = f"the checkpoint has no moving average; the average starts from the weights of step {step}"
+            log_once(logger.warning, text)
 
     @torch.no_grad()
     def write_log_scale(self, value: torch.Tensor) -> None:

@@ -38,7 +38,8 @@ def runs(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         copy_shard(tiny_run / f"train/0000{shard}.tar", folder / f"spoilt{shard}.tar", partial(spoilt, 32 * shard))
     data = {"train_data": folder / "*.tar", "val_data": folder / "*.tar"}
     configs = {place: write_config(folder / f"{place}.json", megaclip={"data_offload": place}) for place in PLACES}
-    commands = [flags(tiny_run, path, folder, name=place, **data) for place, path in configs.items()]
+    locks = ["--lock-image", "--lock-text"]  # which give a warning
+    commands = [[*flags(tiny_run, path, folder, name=place, **data), *locks] for place, path in configs.items()]
     return Runs(folder, dict(zip(PLACES, run_in_ranks(commands), strict=True)))
 
 
@@ -54,3 +55,5 @@ def test_bad_samples_are_counted_over_all_ranks_and_the_log_names_the_first_of_e
     assert f"bad samples until step 2, bad substitutes included: {listed}" in first.output
     assert f"bad samples left out of the evaluation: {listed}" in first.output
     assert "undecodable image: spoilt" in second.output
+    common = "WARNING --lock-image and --lock-text"
+    assert common in first.output and common not in second.output
