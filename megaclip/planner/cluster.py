@@ -171,6 +171,7 @@ GPUS: dict[str, tuple[float, Rates]] = {
     "rtx-5090": (31.3 * GIB, _preset(157e12, 1.79e12, 64e9, 48e9)),
     "cpu": (0.0, _preset(5e10, 2e10, 3e9, 1e10)),
 }
+HOPPER_GPUS = ("h20", "h100", "h200")
 _NVLINKS = {rates.link for _, rates in GPUS.values() if rates.link > 100e9 * constants.LINK_SHARE}
 
 

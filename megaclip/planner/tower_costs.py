@@ -17,7 +17,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
@@ -107,7 +107,8 @@ def tower_costs(
         compute_bytes: bytes of a parameter and an activation, 2 or 4.
         unlocked_groups: number of trained groups of a partly locked tower; None: all of it is trained, or nothing.
         checkpointing: activation checkpointing, "", "gpu" or "cpu" (the blocks' inputs are kept in host memory).
-        compiled: without checkpointing, compiled code keeps fewer bytes of some blocks.
+        compiled: compiled code turns queries and keys by rotary embeddings in one kernel. Without checkpointing it
+            keeps fewer bytes of some blocks.
         recomputes: selective recomputation of a compiled tower lowers them further.
         tensor_ranks: number of ranks that the blocks are split over.
         lora: adapters, which are trained instead of the weights.
@@ -116,9 +117,9 @@ def tower_costs(
         ConfigError: the tower cannot encode its inputs, or not to `embed_dim` numbers.
     """
     arguments = (model, name, compute_bytes, unlocked_groups, tensor_ranks, lora)
-    costs = _traced(*arguments, checkpoints=False)
+    costs = _traced(*arguments, checkpoints=False, fuses=compiled)
     if checkpointing:
-        with_checkpoints = _traced(*arguments, checkpoints=True)
+        with_checkpoints = _traced(*arguments, checkpoints=True, fuses=compiled)
         on_host = costs.backward.block_inputs if checkpointing == "cpu" else 0.0
         graph, peak = with_checkpoints.graph - on_host, with_checkpoints.backward_peak - on_host
     elif compiled:
@@ -144,6 +145,7 @@ def _traced(
     tensor_ranks: int,
     lora: LoraSettings | None,
     checkpoints: bool,
+    fuses: bool,
 ) -> TowerCosts:
     model = rank_model(config, {name: unlocked_groups}, tensor_ranks, lora)
     if compute_bytes == 2:
@@ -151,10 +153,17 @@ def _traced(
             parameter.data = parameter.data.bfloat16()
     if checkpoints:
         model.set_activation_checkpointing(functools.partial(checkpoint, use_reentrant=False))
+    with mock.patch("megaclip.models.blocks.rotate", _FusedRotation.apply) if fuses else nullcontext():
+        return _one_sample_of_all_blocks(model, name, unlocked_groups, tensor_ranks, has_adapters=lora is not None)
+
+
+def _one_sample_of_all_blocks(
+    model: DualEncoder, name: str, unlocked_groups: int | None, tensor_ranks: int, *, has_adapters: bool
+) -> TowerCosts:
     tower: Any = model.visual if name == "image" else model.text
     blocks = tower.transformer.resblocks if isinstance(model, ClipModel) else []
     more = len(blocks) - _BLOCKS
-    if more > 0 and unlocked_groups is None and lora is None:
+    if more > 0 and unlocked_groups is None and not has_adapters:
         del blocks[1 : 1 + more]
         deep = _one_sample(model, name, tensor_ranks)
         del blocks[1]
@@ -412,6 +421,18 @@ class _FusedAttention(torch.autograd.Function):
         ctx.trace.attention += 2 * ctx.operations
         query, key, value, *_ = ctx.saved_tensors
         return *(_as_kernels_return(part, part.shape[-1]) for part in (query, key, value)), None, None
+
+
+class _FusedRotation(torch.autograd.Function):
+    """`megaclip.models.rotary.rotate` in one kernel, which reads and writes its input once."""
+
+    @staticmethod
+    def forward(ctx: Any, x_bHLK: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+        return torch.neg(x_bHLK)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return torch.neg(gradient), None
 
 
 def _as_kernels_return(like: torch.Tensor, channels: int) -> torch.Tensor:
