@@ -145,8 +145,8 @@ class MegaclipSection(LossSettings):
     keep_graphs: int | Literal["auto"] = "auto"
     """Number of graphs, counted over the chunks of both towers, that the gradient cache keeps between forward and
     backward pass. If a step has fewer, it keeps all. Chunks without a kept graph are encoded twice. "auto" keeps as
-    many as fit into the GPU's memory, and none on CPUs or with cpu_checkpointing. 0 needs the least memory. A step with
-    one backward pass always keeps its graphs. docs/huge_batches.md has details."""
+    many as fit into the GPU's memory, and none on CPUs or with cpu_checkpointing. 0 needs the least memory. If each
+    trained tower has one chunk, all graphs are kept. docs/huge_batches.md has details."""
 
     data_offload: Literal["auto", "cpu", "disk", "reread"] = "auto"
     """Place of a step's images between the two passes of the gradient cache: "cpu" is host memory (page-locked for
