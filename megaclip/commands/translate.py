@@ -179,6 +179,6 @@ def _equivalents(given: dict[str, list[str]]) -> tuple[dict[str, str], dict[str,
             notes.append(f"{flag} is a flag of neither open_clip nor MegaCLIP; it is left out")
         elif values != [""]:  # --pretrained '' is open_clip's default
             flags[flag] = word.split("::") if flag == "--train-data" else values
-        noted = [name for name in (flag, f"{flag} {word}") if name in _TRANSLATION["notes"]]
+        noted = [name for name in (flag, f"{flag} {word.partition(':')[0]}") if name in _TRANSLATION["notes"]]
         notes += [f"{name}: {_TRANSLATION['notes'][name]}" for name in noted]
     return settings, flags, notes

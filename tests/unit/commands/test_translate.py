@@ -132,6 +132,11 @@ def test_flags_of_both_and_flags_with_other_names_are_kept(run, monkeypatch):
     assert "--imagenet-val: the folder also requires classnames.txt" in notes and "--warmup" not in notes
 
 
+def test_pipes_are_named_because_no_run_reads_them(run):
+    *_, notes = translated(run, "", "--model ViT-B-32 --train-data 'pipe:cat a.tar' --val-data b.tar")
+    assert "--train-data pipe: pipes are not read; give the URL itself" in notes and "--val-data" not in notes
+
+
 def test_every_flag_without_an_equivalent_is_named_with_the_reason(run):
     flags = """--train-data a.tar --train-num-samples 999 --dataset-resampled --local-loss --gather-with-grad --horovod
         --loss-dist-impl bidir --model ViT-B-32
