@@ -34,8 +34,8 @@ class DeepSpeedPasses:
     """The `PassEngine` (`megaclip.cache.passes`) of a DeepSpeed engine.
 
     coalesce: reduce gradients once, after the last pass (ZeRO 1 to 3). ZeRO-0 always does.
-    accumulation_dtype: dtype in which coalesced gradients add up over passes, before they are rounded. None: each
-    parameter has a gradient in one pass only.
+    accumulation_dtype: dtype in which coalesced gradients add up over passes, before they are rounded. None: no sums
+    are needed, because only one pass has gradients of a parameter of the towers.
     """
 
     def __init__(self, engine: DeepSpeedEngine, *, coalesce: bool, accumulation_dtype: torch.dtype | None) -> None:

@@ -106,9 +106,14 @@ class GroupedStages1And2(DeepSpeedZeroOptimizer):
         return read_norm()
 
     def _flat_gradient(self, group: int) -> Tensor:
-        """Return the gradients of this rank's part of a group as one tensor, in the dtype of the optimizer."""
+        """Return the gradients of this rank's part of a group as one tensor, in the dtype of the optimizer.
+
+        Gradients that add up in float32 beside bf16 weights are one tensor already, which is not copied.
+        """
         parts, ranks = self.averaged_gradients[group], self.real_dp_process_group[group]
-        if dist.get_rank(group=ranks) == dist.get_world_size(group=ranks) - 1:
+        if (joined := super()._get_preflattened_grad_partition(group)) is not None:
+            flat = joined
+        elif dist.get_rank(group=ranks) == dist.get_world_size(group=ranks) - 1:
             flat = self.flatten_dense_tensors_aligned(parts, int(self.partition_size[group]))
         else:
             flat = self.flatten(parts)

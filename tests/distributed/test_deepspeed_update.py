@@ -7,6 +7,7 @@ methods. tests/distributed/test_engine.py compares whole updates with one proces
 import itertools
 import math
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megaclip.errors import NonFiniteError
 from megaclip.zero import build
 from megaclip.zero import update as deepspeed_update
 from megaclip.zero.optimizers import set_learning_rate, update
@@ -277,3 +279,32 @@ def move_a_weight() -> list[bool]:
 
 def test_a_weight_that_was_moved_is_put_back() -> None:
     assert run_ranks(move_a_weight, 1) == [[False, True]]
+
+
+def joined_gradients(case: Case) -> tuple[list[bool], list[int]]:
+    """Take an update that is refused and one that is made. Return whether gradients are copied when they are joined,
+    and the number of joined gradients that are left after each update."""
+    engine, joins = engine_cases.start_engine(case), GroupedStages1And2._flat_gradient
+    copied: list[bool] = []
+    left: list[int] = []
+
+    def watched(optimizer: GroupedStages1And2, group: int) -> Tensor:
+        flat = joins(optimizer, group)
+        copied.append(flat.data_ptr() != optimizer.averaged_gradients[group][0].data_ptr())
+        return flat
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GroupedStages1And2, "_flat_gradient", watched)
+        for step, factor in enumerate((math.nan, 1.0)):
+            engine_cases.backpropagate(engine, case, step)
+            engine.optimizer.averaged_gradients[0][0].mul_(factor)
+            with pytest.raises(NonFiniteError) if math.isnan(factor) else nullcontext():
+                update(engine)
+            left.append(len(engine.optimizer._flat))
+    return copied, left
+
+
+@pytest.mark.parametrize("name", ["zero1 bf16 coalesced", "zero2 bf16 summed in fp32"])
+def test_no_gradient_is_held_twice_without_need_or_after_an_update(name) -> None:
+    for copied, left in run_ranks(joined_gradients, 2, CASES[name]):
+        assert set(copied) == {CASES[name].grad_accum_dtype != "fp32"} and left == [0, 0]

@@ -199,7 +199,7 @@ def test_an_explicit_number_is_never_changed(tmp_path: Path, gpu: dict) -> None:
     for job, cluster in (
         (auto(tmp_path).with_megaclip(keep_graphs=3), describe(gpus=1)),
         (auto(tmp_path), describe(gpu="cpu", gpus=1)),
-        (auto(tmp_path).with_batch(512), describe(gpus=1)),  # one backward pass
+        (auto(tmp_path).with_batch(512), describe(gpus=1)),  # one chunk
     ):
         plan = plan_memory(job, cluster)
         assert preflight.keep_more_graphs(plan) is plan and gpu["lines"] == []

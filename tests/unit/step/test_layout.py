@@ -91,6 +91,27 @@ def test_towers_run_as_often_as_planned(tmp_path: Path) -> None:
     assert planned == {(0, False), (1, False), (1, True), (2, False), (2, True)}
 
 
+@pytest.mark.parametrize(("chunks", "first"), [(1, "image"), (2, "text")])
+def test_the_tower_that_is_back_propagated_first_is_planned_beside_all_graphs(tmp_path: Path, chunks, first) -> None:
+    job = replace(workload(tmp_path, ranks=1), model=SMALL).at_stage(1).with_megaclip(keep_graphs=2 * chunks)
+    job = job.with_batch(8, micro_batch=8 // chunks, text_micro_batch=8 // chunks)
+    model, order = build_model(SMALL), []
+    for name, tower in (("image", model.visual), ("text", model.text)):
+        next(tower.parameters()).register_hook(lambda _, name=name: order.append(name))
+    pixels, tokens = torch.zeros(8, 3, 8, 8, dtype=torch.uint8), torch.ones(8, 6, dtype=torch.int64)
+    feed = DeviceFeed(torch.device("cpu"), torch.float32, ImageTransform(8).normalise)
+    batch = MemoryBatch(pixels.chunk(chunks), tokens, feed, text_chunks=chunks)
+    arguments = PlainEngine(model), cross_entropy, batch, lambda: [torch.zeros(1)], RandomState(0, 0, 0)
+    accumulate_gradients(*arguments, coalesce=job.coalesces, kept=job.kept)
+    assert order[0] == order[chunks - 1] == first and len(order) == 2 * chunks
+    phases = plan_memory(job, describe(gpus=1)).gpu_phases
+    towers = {"image": phases.image_tower_backward, "text": phases.text_tower_backward}
+    beside = towers.pop(first)
+    (after,) = towers.values()
+    assert beside.kept_graphs == phases.loss.kept_graphs > after.kept_graphs
+    assert beside.gradients < after.gradients
+
+
 @pytest.fixture
 def plan_of_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Return a function that returns two plans: that of a ViT-B-32 run on a machine, and that of the planner alone."""
