@@ -112,7 +112,7 @@ def _stages_0_to_2(workload: Workload) -> States:
     states.gpu["optimizer states"] = part * workload.optimizer_state_bytes
     stepping = part * (4 + workload.optimizer_temporary_bytes) - updated_gradient_bytes(workload)
     if zero.stage == 1 or workload.gradient_bytes == workload.compute_bytes:
-        joining = part * (workload.compute_bytes + (4 if workload.bf16 else 0))
+        joining = part * 4
         if zero.stage == 2:  # the last chunk's gradients, beside those that have accumulated
             states.reduction += part * workload.compute_bytes
     else:

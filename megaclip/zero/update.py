@@ -110,14 +110,14 @@ class GroupedStages1And2(DeepSpeedZeroOptimizer):
 
         Gradients that add up in float32 beside bf16 weights are one tensor already, which is not copied.
         """
-        parts, ranks = self.averaged_gradients[group], self.real_dp_process_group[group]
-        if (joined := super()._get_preflattened_grad_partition(group)) is not None:
-            flat = joined
-        elif dist.get_rank(group=ranks) == dist.get_world_size(group=ranks) - 1:
-            flat = self.flatten_dense_tensors_aligned(parts, int(self.partition_size[group]))
-        else:
-            flat = self.flatten(parts)
-        return flat.to(self.single_partition_of_fp32_groups[group].dtype)
+        joined: Tensor | None = super()._get_preflattened_grad_partition(group)
+        if joined is not None:
+            return joined
+        parts: list[Tensor] = list(self.averaged_gradients[group])
+        flat = torch.zeros_like(self.single_partition_of_fp32_groups[group].detach())  # the last rank's has padding
+        places = flat[: sum(part.numel() for part in parts)].split([part.numel() for part in parts])
+        torch._foreach_copy_([place.view_as(part) for place, part in zip(places, parts, strict=True)], parts)
+        return flat
 
     def _get_preflattened_grad_partition(self, group_index: int) -> Tensor | None:
         """Return a group's flat gradient, of which the caller then has the only reference."""
