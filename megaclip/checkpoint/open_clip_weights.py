@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from megaclip.checkpoint.weight_files import WEIGHTS_NAME, read_tensors
 from megaclip.errors import first_line
 from megaclip.files import replacing
-from megaclip.logging import get_logger
+from megaclip.logging import common_warnings, get_logger
 from megaclip.models import DualEncoder, ModelConfig, ModelDescription, build_model, meta_model
 from megaclip.models.open_clip_keys import StateDict, from_open_clip, to_open_clip
 from megaclip.models.weights import compare_weights, fit_model, fit_tower
@@ -19,6 +19,7 @@ from megaclip.models.weights import compare_weights, fit_model, fit_tower
 logger = get_logger(__name__)
 
 
+@common_warnings()
 def pretrained_weights(
     model: DualEncoder,
     whole: str | Path | None,

@@ -15,7 +15,7 @@ from megaclip.checkpoint.durable import checksum
 from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, remove_earlier_files, write_model_card
 from megaclip.checkpoint.model_directory import import_weights
-from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights, write_weights
+from megaclip.checkpoint.open_clip_weights import assigned_model, pretrained_weights, read_weights, write_weights
 from megaclip.checkpoint.verify import TOLERANCE, verify
 from megaclip.commands import import_open_clip as import_open_clip_command
 from megaclip.data import load_tokenizer
@@ -52,6 +52,14 @@ def exported(tmp_path, config, model):
 
 def open_clips_state_dict(model):
     return {name: value.clone() for name, value in to_open_clip(model.state_dict(), model.config).items()}
+
+
+def test_all_ranks_read_initial_weights_and_rank_0_names_what_is_not_read(model, tmp_path, warnings, monkeypatch):
+    torch.save({"state_dict": open_clips_state_dict(model), "model": {"a": torch.ones(1)}}, tmp_path / "weights.pt")
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        pretrained_weights(model, tmp_path / "weights.pt")
+        assert len(warnings.messages) == (rank == "0")
 
 
 def assert_same_weights(got, model):
