@@ -77,9 +77,6 @@ def import_weights(source: Path, out_dir: Path, model: str | None, *, overwrite:
         card = read_model_card(source)
     else:
         config = load_model_config(model)
-        text = config.text_cfg
-        if (text.hf_tokenizer_name, text.pool_type, text.vocab_size) == (None, "eos", 49408):
-            config = config.replace(text_cfg={"eos_id": 49407})  # of CLIP's tokenizer; demo-tiny has another one
         card = read_model_card(source, config) if has_card else ModelCard(source, config, OPENAI_PREPROCESS)
         with suppress(ConfigError):  # no card, or one that is not read without --model
             read_model_card(source).warn_of_other_features(model, config)

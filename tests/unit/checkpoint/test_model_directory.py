@@ -101,13 +101,6 @@ def their_inputs(model: Any, images: torch.Tensor, tokens: torch.Tensor) -> dict
     }
 
 
-def test_an_imported_preset_takes_text_features_at_the_end_of_clips_tokenizer(tmp_path):
-    model = build_model(load_model_config("demo-tiny"))
-    source = write_weights(tmp_path, dict(model.named_weights()), model.config)
-    assert import_weights(source, tmp_path / "out", "demo-tiny").complete
-    assert read_model_card(tmp_path / "out").config.text_cfg.eos_id == load_tokenizer("clip", 24).eos_id
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_import_two_steps_and_export_give_transformers_features(name, tmp_path):
     theirs = saved(name, tmp_path / "saved").double()
