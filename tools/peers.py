@@ -92,7 +92,7 @@ def peer_step_seconds(workload: Workload, cluster: Cluster, method: str) -> floa
     chunks = 1 if method == OPEN_CLIP else max(1, batch // workload.batch.micro_batch)
     forwards = 1 if chunks == 1 else 2
     with_padding = _uncompiled(workload).with_megaclip(cut_captions=False)  # no peer cuts captions
-    each = (work.seconds(cluster.rates) for work in tower_work(with_padding))
+    each = (work.seconds(cluster) for work in tower_work(with_padding))
     seconds = batch * sum(forwards * tower.forward + tower.backward for tower in each) / TOWER_SPEED
     sizes = Sizes(workload.world_size, batch, workload.model.embed_dim, feature_bytes=2)
     # The shares were measured for 8 b B D operations, independently of what a method computes.

@@ -38,7 +38,7 @@ def compile_estimate(workload: Workload, cluster: Cluster) -> CompileEstimate:
     step = 0.0
     for slow_tower, fast_tower in zip(plain, compiled, strict=True):
         if slow_tower.trained:
-            slow, fast = (each.seconds(cluster.rates) for each in (slow_tower, fast_tower))
+            slow, fast = (each.seconds(cluster) for each in (slow_tower, fast_tower))
             step += workload.local_batch * (slow.forward - fast.forward + slow.backward - fast.backward)
     saved = math.inf if workload.steps is None else workload.steps * step
     image, text = COMPILE_BLOCKS_SECONDS, _text_shapes(workload) * COMPILE_BLOCKS_SECONDS

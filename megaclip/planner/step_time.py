@@ -14,20 +14,16 @@
   It fetches fewer than two blocks ahead, and only if a pass is like the previous one.
 """
 
-import importlib.util
 from dataclasses import dataclass, replace
 
 from megaclip.losses.costs import LOSS_COSTS
-from megaclip.models import ModelConfig
 from megaclip.planner import constants
-from megaclip.planner.cluster import HOPPER_GPUS, Cluster
+from megaclip.planner.cluster import Cluster
 from megaclip.planner.memory import MemoryPlan, plan_memory, store_bytes
 from megaclip.planner.phases import loss_sizes
 from megaclip.planner.towers import TowerWork, tower_work
 from megaclip.planner.traffic import feature_traffic, offload_traffic, parameter_traffic, tensor_traffic
 from megaclip.planner.workload import Workload
-
-_HAS_QUACK = importlib.util.find_spec("quack") is not None
 
 
 @dataclass(frozen=True)
@@ -126,11 +122,10 @@ def time_of(plan: MemoryPlan, cluster: Cluster) -> StepTime:
     section, rates, batch = workload.megaclip, cluster.rates, workload.local_batch
     forward = again = backward = host = host_wait = 0.0
     for work in tower_work(workload):
-        seconds = work.seconds(rates)
-        hopper = _hopper_time(workload, cluster)
-        first = batch * hopper * seconds.forward
+        seconds = work.seconds(cluster)
+        first = batch * seconds.forward
         second = first * work.encoded_again / work.chunks
-        last = batch * hopper * seconds.backward
+        last = batch * seconds.backward
         forward, again, backward = forward + first, again + second, backward + last
         hooks, reductions = _host_seconds(workload, work)
         host += hooks
@@ -160,17 +155,6 @@ def time_of(plan: MemoryPlan, cluster: Cluster) -> StepTime:
         decoding_hidden=workload.workers > 0,
         global_batch=workload.batch.global_batch,
     )
-
-
-def _hopper_time(workload: Workload, cluster: Cluster) -> float:
-    """Return the time of the towers with the kernels that compiled towers run on Hopper GPUs only, relative to others.
-
-    The package of these kernels counts if it is installed where the plan is made.
-    """
-    own = isinstance(workload.model, ModelConfig) and workload.megaclip.compile is True
-    if not own or cluster.name not in HOPPER_GPUS:
-        return 1.0
-    return constants.HOPPER_TIME[_HAS_QUACK]
 
 
 def _host_seconds(workload: Workload, work: TowerWork) -> tuple[float, float]:

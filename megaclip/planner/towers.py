@@ -6,15 +6,25 @@ tower reaches a larger share of the GPU's product rate than a narrow one.
 """
 
 import functools
+import importlib.util
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megaclip.models import OpenClipConfig
-from megaclip.planner.cluster import Rates
-from megaclip.planner.constants import ATTENTION_TILE, COMPILED_TIME, PRODUCT_SHARE, RECOMPUTE_TIME, TEXT_FACTOR
+from megaclip.planner.cluster import HOPPER_GPUS, Cluster
+from megaclip.planner.constants import (
+    ATTENTION_TILE,
+    COMPILED_TIME,
+    HOPPER_TIME,
+    PRODUCT_SHARE,
+    RECOMPUTE_TIME,
+    TEXT_FACTOR,
+)
 from megaclip.planner.tower_costs import NO_WORK, Pass, TowerCosts, tower_costs
 from megaclip.planner.workload import Parameters, Workload
+
+_HAS_QUACK = importlib.util.find_spec("quack") is not None
 
 
 class PassSeconds(NamedTuple):
@@ -93,9 +103,10 @@ class TowerWork:
         forward, backward = self.passes
         return backward.layers / max(1, forward.layers)
 
-    def seconds(self, rates: Rates) -> PassSeconds:
+    def seconds(self, cluster: Cluster) -> PassSeconds:
         """Return the rank's seconds for one of its samples."""
-        factor = _compiled_time(self.workload)[self.is_text] * (TEXT_FACTOR if self.is_text else 1.0)
+        rates = cluster.rates
+        factor = _compiled_time(self.workload, cluster)[self.is_text] * (TEXT_FACTOR if self.is_text else 1.0)
         forward, backward = (
             factor * (work.products / (rates.product_flops * PRODUCT_SHARE) + work.attention / rates.attention_flops)
             + factor * work.moved / rates.memory
@@ -114,11 +125,17 @@ def tower_work(workload: Workload) -> tuple[TowerWork, TowerWork]:
     return image, text
 
 
-def _compiled_time(workload: Workload) -> tuple[float, float]:
-    """Return the time of the image tower and of the text tower over that of plain PyTorch."""
+def _compiled_time(workload: Workload, cluster: Cluster) -> tuple[float, float]:
+    """Return the time of the image tower and of the text tower over that of plain PyTorch.
+
+    quack-kernels counts if it is installed where the plan is made.
+    """
     if workload.megaclip.compile is not True:
         return 1.0, 1.0
-    own = "towers" if workload.compiles_image_tower else "blocks"
-    image, text = COMPILED_TIME["open_clip" if isinstance(workload.model, OpenClipConfig) else own]
-    longer = RECOMPUTE_TIME if workload.megaclip.selective_recompute is True else 1.0
-    return longer * image, longer * text
+    is_own = not isinstance(workload.model, OpenClipConfig)
+    parts = "towers" if workload.compiles_image_tower else "blocks"
+    image, text = COMPILED_TIME[parts if is_own else "open_clip"]
+    factor = RECOMPUTE_TIME if workload.megaclip.selective_recompute is True else 1.0
+    if is_own and cluster.name in HOPPER_GPUS:
+        factor *= HOPPER_TIME[_HAS_QUACK]
+    return factor * image, factor * text

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from megaclip.data.batch import EvaluationBatch
 from megaclip.evaluation import evaluate_pairs, ranking
 from megaclip.losses.costs import Sizes
-from megaclip.planner import Workload, describe, phases, plan_memory, plan_time, step_time
+from megaclip.planner import Workload, describe, phases, plan_memory, plan_time, towers
 from megaclip.planner.phases import megaclip_loss_bytes
 from megaclip.planner.workload import EvaluationSets
 from tests.unit.planner.planner_cases import H200, MIB, workload
@@ -92,7 +92,7 @@ def test_planned_peaks_and_steps_are_about_those_measured(
     Rows without a time are of one-step runs, of older code, or at ZeRO-3, where the time depends on the host
     (docs/performance.md). "quack": with quack-kernels.
     """
-    monkeypatch.setattr(step_time, "_HAS_QUACK", run.get("quack", False))
+    monkeypatch.setattr(towers, "_HAS_QUACK", run.get("quack", False))
     job, cluster = measured_job(tmp_path, run), describe(gpu=run["gpu"], gpus=run["world_size"])
     plan = plan_memory(job, cluster)
     assert 0.9 < plan.gpu_peak / MIB / run["peak_mib"] < 1.1, plan.peak_phase

@@ -22,7 +22,7 @@ from tests.unit.planner.planner_cases import GIB, H200, of_batch, workload
 
 def test_towers_run_twice_with_the_cache_and_forward_again_with_checkpointing(tmp_path: Path) -> None:
     job = workload(tmp_path, ranks=1, megaclip={"cut_captions": False})
-    image, text = (work.seconds(H200.rates) for work in tower_work(job))
+    image, text = (work.seconds(H200) for work in tower_work(job))
     forward, backward = image.forward + text.forward, image.backward + text.backward
     one = describe(gpus=1)
     step = plan_time(job, one)
@@ -98,7 +98,7 @@ def test_a_tower_waits_for_the_hooks_of_zero_3_that_take_longer(tmp_path: Path) 
     """Two forward passes and a backward pass of 8 chunks call the hooks of 24 image blocks and 12 text blocks."""
     job = workload(tmp_path, 1, "ViT-L-14", zero_optimization={"stage": 3}).with_batch(text_micro_batch=512)
     step = plan_time(job, describe(gpus=1))
-    image, text = (work.seconds(H200.rates) for work in tower_work(job))
+    image, text = (work.seconds(H200) for work in tower_work(job))
     images, texts = (4096 * (2 * seconds.forward + seconds.backward) for seconds in (image, text))
     image_hooks, text_hooks = 8 * 3 * 24 * 3.85e-3, 8 * 3 * 12 * 3.85e-3
     assert images > image_hooks and texts < text_hooks

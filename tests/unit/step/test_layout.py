@@ -272,7 +272,7 @@ def test_open_clips_towers_in_a_plan_compile_on_request_and_their_captions_are_c
     job = replace(workload(tmp_path, 1), model=load_model_config("ViT-B-32", "open_clip"))
     machine = describe(gpus=1)
     padded = job.with_megaclip(cut_captions=False)
-    short, long = (tower_work(each)[1].seconds(machine.rates) for each in (job, padded))
+    short, long = (tower_work(each)[1].seconds(machine) for each in (job, padded))
     share = job.text_positions / 77
     assert 0.2 < share < 0.8
     assert share * long.forward < short.forward < 1.2 * share * long.forward and short.backward < long.backward
