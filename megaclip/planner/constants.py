@@ -54,10 +54,12 @@ COMPILED_TIME = {"towers": (0.926, 0.79), "blocks": (0.954, 0.79), "open_clip": 
 if only its blocks are graphs: forward and backward, 512 samples of ViT-B/16 on an H200, 119.4 and 123.1 over
 129.0 ms, and 27.2 over 34.5 ms. open_clip's modules: whole steps of open_clip 4.2.0.dev0, ViT-B/16 at 4,096 and
 ViT-B/32 at 16,384 (2,124 and 2,332, 5,092 and 5,493 samples/s); its other towers were not measured."""
-HOPPER_TIME = {False: 0.97, True: 0.88}
-"""Time of MegaCLIP's compiled towers on Hopper GPUs divided by that of the kernels of PyTorch and its compiler: with
-attention of short sequences by MegaCLIP's own kernels, and with products of quack-kernels too. Whole steps of one chunk
-on H200s and H100s, ViT-B/16, ViT-L/14 and PE-Core-L-14-336, and ViT-B/32 at 16,384 (docs/performance.md)."""
+SHORT_ATTENTION_TIME = 0.97
+"""Time of MegaCLIP's compiled towers on Hopper GPUs with its own kernels for attention of short sequences, divided by
+that with PyTorch's. This number and QUACK_TIME are fitted to whole steps on H200s and H100s: ViT-B/16, ViT-L/14 and
+PE-Core-L-14-336 in one chunk, and ViT-B/32 at 16,384 (docs/performance.md)."""
+QUACK_TIME = 0.91
+"""Time of MegaCLIP's compiled towers on Hopper GPUs with the products of quack-kernels, divided by that without."""
 RECOMPUTE_TIME = 1.018
 """Time of compiled towers with selective recomputation divided by their time without it: whole steps of one chunk on an
 H200, ViT-B/16 at 1,024 (3,676 and 3,610 samples/s) and ViT-L/14 at 256 (895 and 881)."""

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megaclip.models import OpenClipConfig
+from megaclip.ops.attention import takes
 from megaclip.planner.cluster import HOPPER_GPUS, Cluster
 from megaclip.planner.constants import (
     ATTENTION_TILE,
     COMPILED_TIME,
-    HOPPER_TIME,
     PRODUCT_SHARE,
+    QUACK_TIME,
     RECOMPUTE_TIME,
+    SHORT_ATTENTION_TIME,
     TEXT_FACTOR,
 )
 from megaclip.planner.tower_costs import NO_WORK, Pass, TowerCosts, tower_costs
@@ -132,10 +134,14 @@ def _compiled_time(workload: Workload, cluster: Cluster) -> tuple[float, float]:
     """
     if workload.megaclip.compile is not True:
         return 1.0, 1.0
-    is_own = not isinstance(workload.model, OpenClipConfig)
-    parts = "towers" if workload.compiles_image_tower else "blocks"
-    image, text = COMPILED_TIME[parts if is_own else "open_clip"]
-    factor = RECOMPUTE_TIME if workload.megaclip.selective_recompute is True else 1.0
-    if is_own and cluster.name in HOPPER_GPUS:
-        factor *= HOPPER_TIME[_HAS_QUACK]
-    return factor * image, factor * text
+    longer = RECOMPUTE_TIME if workload.megaclip.selective_recompute is True else 1.0
+    if isinstance(workload.model, OpenClipConfig):
+        image, text = COMPILED_TIME["open_clip"]
+        return longer * image, longer * text
+    image, text = COMPILED_TIME["towers" if workload.compiles_image_tower else "blocks"]
+    if cluster.name in HOPPER_GPUS:
+        longer *= QUACK_TIME if _HAS_QUACK else 1.0
+        of_image, of_text = workload.model.vision_cfg, workload.model.text_cfg
+        image *= SHORT_ATTENTION_TIME if takes(of_image.tokens, of_image.head_width) else 1.0
+        text *= SHORT_ATTENTION_TIME if takes(of_text.context_length, of_text.width // of_text.heads) else 1.0
+    return longer * image, longer * text

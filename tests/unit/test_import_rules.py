@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "models": FOUNDATION | {"comm", "ops"},
     "checkpoint": FOUNDATION | {"models", "comm"},
     "evaluation": FOUNDATION | {"models", "data", "ops", "comm"},
-    "planner": FOUNDATION | {"comm", "config", "data", "losses", "models", "step"},
+    "planner": FOUNDATION | {"comm", "config", "data", "losses", "models", "ops", "step"},
     "guards": FOUNDATION | {"comm", "data"},
     "zero": FOUNDATION | {"config", "comm", "ops", "models", "checkpoint", "objectives"},
     "objectives": FOUNDATION | {"checkpoint", "data", "losses", "models"},
