@@ -33,10 +33,10 @@ def has_attention(device: torch.device, dtype: torch.dtype) -> bool:
 def is_short(q_bHQK: Tensor, k_bHLK: Tensor) -> bool:
     """Return whether every token attends, and the sequence is as short and the heads as wide as the kernels require."""
     tokens, channels = k_bHLK.shape[2:]
-    return q_bHQK.shape[2] == tokens and takes(tokens, channels)
+    return q_bHQK.shape[2] == tokens and fits_kernels(tokens, channels)
 
 
-def takes(tokens: int, channels: int) -> bool:
+def fits_kernels(tokens: int, channels: int) -> bool:
     """Return whether the kernels run for sequences of this length with heads of so many channels."""
     return tokens <= _MOST_TOKENS and channels in _CHANNELS
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megaclip.models import OpenClipConfig
-from megaclip.ops.attention import takes
+from megaclip.ops.attention import fits_kernels
 from megaclip.planner.cluster import HOPPER_GPUS, Cluster
 from megaclip.planner.constants import (
     ATTENTION_TILE,
@@ -142,6 +142,6 @@ def _compiled_time(workload: Workload, cluster: Cluster) -> tuple[float, float]:
     if cluster.name in HOPPER_GPUS:
         longer *= QUACK_TIME if _HAS_QUACK else 1.0
         of_image, of_text = workload.model.vision_cfg, workload.model.text_cfg
-        image *= SHORT_ATTENTION_TIME if takes(of_image.tokens, of_image.head_width) else 1.0
-        text *= SHORT_ATTENTION_TIME if takes(of_text.context_length, of_text.width // of_text.heads) else 1.0
+        image *= SHORT_ATTENTION_TIME if fits_kernels(of_image.tokens, of_image.head_width) else 1.0
+        text *= SHORT_ATTENTION_TIME if fits_kernels(of_text.context_length, of_text.width // of_text.heads) else 1.0
     return longer * image, longer * text

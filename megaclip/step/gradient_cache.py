@@ -37,7 +37,14 @@ from megaclip.devices import upload
 from megaclip.errors import ConfigError, NonFiniteError
 from megaclip.models import DualEncoder
 from megaclip.step.batch import Tower
-from megaclip.step.layout import KeptGraphs, encodes_together, has_cheap_passes, kept_graphs, text_first
+from megaclip.step.layout import (
+    KeptGraphs,
+    encodes_together,
+    has_cheap_passes,
+    kept_graphs,
+    one_chunk_each,
+    text_first,
+)
 from megaclip.step.objective_terms import StepTerms
 from megaclip.step.sample_store import StepStore
 from megaclip.zero.backward import DeepSpeedPasses
@@ -127,11 +134,9 @@ def accumulate_gradients(
     embeddings_device = torch.device("cpu") if embeddings_on_cpu else engine.device
     terms = StepTerms(engine.module.objective, batch, engine.device)
     whole = _Step(engine, batch, random_state, kept, embeddings_device, terms, coalesce=coalesce)
-    one_chunk = all(batch.chunk_count(tower) == 1 for tower in Tower)
-    dtype = None if one_chunk else accumulation_dtype
-    passes = Passes(
-        whole.sources, DeepSpeedPasses(engine, coalesce=coalesce, accumulation_dtype=dtype), in_order=one_chunk
-    )
+    dtype = None if whole.one_chunk_each else accumulation_dtype
+    backward = DeepSpeedPasses(engine, coalesce=coalesce, accumulation_dtype=dtype)
+    passes = Passes(whole.sources, backward, in_order=whole.one_chunk_each)
     if not coalesce:
         whole.include_other_tower(passes.order)
     with whole.gathered.kept():
@@ -246,6 +251,7 @@ class _Step:
         self._pairs = terms.pairs
         trained = list(Tower) if self._pairs else trained_towers(self.model)
         chunks, is_trained = [batch.chunk_count(tower) for tower in Tower], [tower in trained for tower in Tower]
+        self.one_chunk_each = one_chunk_each(chunks, is_trained, self._pairs)
         self.kept = kept or kept_graphs(0, chunks, is_trained, self._pairs)
         assert all(kept <= count for kept, count in zip(self.kept, chunks, strict=True)), (self.kept, chunks)
         orders: list[tuple[Tower, ...]] = [(tower,) for tower in sorted(Tower, reverse=text_first(chunks, is_trained))]

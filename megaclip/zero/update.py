@@ -115,7 +115,8 @@ class GroupedStages1And2(DeepSpeedZeroOptimizer):
             return joined
         parts: list[Tensor] = list(self.averaged_gradients[group])
         flat = torch.zeros_like(self.single_partition_of_fp32_groups[group].detach())  # the last rank's has padding
-        places = flat[: sum(part.numel() for part in parts)].split([part.numel() for part in parts])
+        sizes = [part.numel() for part in parts]
+        places = flat[: sum(sizes)].split(sizes)
         torch._foreach_copy_([place.view_as(part) for place, part in zip(places, parts, strict=True)], parts)
         return flat
 
