@@ -174,7 +174,7 @@ for kind in sys.argv[1:]:
         if os.fork() == 0:
             run_rank(kind, writer)
         os.read(reader, 1)
-        print(os.getpid(), flush=True)
+        os.write(1, f"{os.getpid()}\\n".encode())  # at once: print may write the end of the line later
         time.sleep(600)
 """
 
